@@ -1,9 +1,10 @@
 """Write what the pages say of the config's keys and of the committed runs, from where these are.
 
-``python docs/generate.py`` writes the pages of ``configs/``, one for each group, the table of
-which-recipe.md, and when to use it on every page about recipes. On the pages of ``results/`` it writes what stands between
-``<!-- KIND: COMMAND -->`` and ``<!-- end -->``. KIND is one of
+``python docs/generate.py`` writes the pages of ``configs/``, one for each group, and when to use it
+on every page about recipes. On which-recipe.md and the pages of ``results/`` it writes what stands
+between ``<!-- KIND: COMMAND -->`` and ``<!-- end -->``. KIND is one of
 
+- ``advice``, which recipe to take;
 - ``table``, the first table that a command prints; ``differences``, the last one with its caption;
 - ``findings``, the best recipes and what differs from the baseline; ``losses``, how often dense
   training is better; ``leads``, what is better than the baseline in most cells;
@@ -42,7 +43,7 @@ from nmrun.lab.keys import recipe_table
 from nmrun.lab.keys.recipe_facts import of_class
 from nmrun.lab.show import formats
 from nmrun.lab.words import reference
-from nmrun.lab.words.advice import ADVICE
+from nmrun.lab.words.advice import ADVICE, BEGIN_WITH
 from nmrun.lab.words.reference import Key, Option
 from nmrun.recipes import RECIPES
 from nmrun.registry import imported
@@ -104,13 +105,7 @@ def pages() -> dict[Path, str]:
         written[path] = f"{head}## When to use\n\n{use}\n\n{below}"
     written[TABLE] = _recipe_table()
     path = DOCS / "which-recipe.md"
-    advice = [
-        "| what you train | take |",
-        "|---|---|",
-        *(f"| {task} | {text} |" for task, text in ADVICE),
-    ]
-    head, _, rest = path.read_text(encoding="utf-8").partition("| what you train")
-    written[path] = head + "\n".join(advice) + "\n\n" + rest.partition("\n\n")[2]
+    written[path] = result(path)
     return written
 
 
@@ -147,6 +142,11 @@ def _ranges_of(kind: type, key: str) -> str:
             elif isinstance(value, ranges.Search):
                 search = search or f"ranges.{code}"
     return f"{check}, {search}"
+
+
+def _advice(_: str) -> list[str]:
+    """Which recipe to take, by what one trains."""
+    return [BEGIN_WITH, "", *_markdown(["what you train", "take"], [list(row) for row in ADVICE])]
 
 
 def _uses(options: list[Option]) -> str:
@@ -570,6 +570,7 @@ def _commands(text: str) -> list[str]:
 
 
 BLOCKS = {
+    "advice": _advice,
     "table": _table,
     "differences": _differences,
     "findings": _findings,
