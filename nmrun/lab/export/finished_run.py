@@ -20,6 +20,7 @@ from nmrun.lab import models, tasks, verbs
 from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder, activations_of
 from nmrun.lab.tasks.base import Task
 from nmrun.lab.words import schema
+from nmrun.oneshot import METHODS
 from nmrun.patterns import Pattern, hold
 from nmrun.sparsity.check import check_nm
 from nmrun.step.activations import SparseActivations
@@ -140,7 +141,10 @@ def network(run: FinishedRun) -> tuple[nn.Module, Task]:
     """The run's network with its weights, on the CPU and set to evaluation, and its task. It prunes
     its activations if the run did in the end."""
     verbs.demand_consent(run.folder, run.result["config"], run.trusted)
-    config = schema.check(OmegaConf.create(run.result["config"]))
+    plain = run.result["config"]
+    if plain["recipe"]["name"] in METHODS:  # no recipe, and no part of the network
+        plain = {**plain, "recipe": {"name": "ste"}}
+    config = schema.check(OmegaConf.create(plain))
     task = tasks.build(config, torch.device("cpu"))
     model = models.build(config.model.mapping(), task.inputs).cpu().eval()
     model.load_state_dict(run.state)

@@ -340,11 +340,11 @@ def test_without_trained_weights_nothing_is_pruned(dense, tmp_path, capsys, monk
 
 def test_init_takes_a_finished_run_of_the_same_network(dense, tmp_path, capsys):
     words = [word for word in LANGUAGE if not word.startswith("model.width")]
-    config = runs.config(tmp_path, *words, "recipe=dense", f"init={dense}")
+    config = runs.config(tmp_path / "out", *words, "recipe=dense", f"init={dense}")
     with pytest.raises(
         ConfigError, match=r"init=.* is another network than this run's: .* there and .* here"
     ):
-        runner.run(config, tmp_path / "run")
+        runner.run(config, tmp_path / "out" / "run")
     assert verb("recipe=dense", f"init={tmp_path}", f"output_dir={tmp_path}") == 2
     assert capsys.readouterr().err.startswith(f"nmrun: init={tmp_path}: no finished run is there")
 

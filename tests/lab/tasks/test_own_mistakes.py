@@ -114,7 +114,9 @@ class Choosing(Recipe):
 
 def sparse(how) -> Tensor:
     model = nn.Linear(8, 8)
-    nmrun.sparsify(model, torch.optim.SGD(model.parameters(), lr=0.1), Choosing(how), "2:4")
+    nmrun.sparsify(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), Choosing(how), "2:4", exclude=None
+    )
     return model.weight.detach()
 
 
