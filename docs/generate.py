@@ -1,9 +1,10 @@
 """Write what the pages say of the config's keys and of the committed runs, from where these are.
 
-``python docs/generate.py`` writes the pages of ``configs/``, one for each group, the table of
-which-recipe.md, and when to use it on every page about recipes. On the pages of ``results/`` it writes what stands between
-``<!-- KIND: COMMAND -->`` and ``<!-- end -->``. KIND is one of
+``python docs/generate.py`` writes the pages of ``configs/``, one for each group, and when to use it
+on every page about recipes. On which-recipe.md and the pages of ``results/`` it writes what stands
+between ``<!-- KIND: COMMAND -->`` and ``<!-- end -->``. KIND is one of
 
+- ``advice``, which recipe to take;
 - ``table``, the first table that a command prints; ``differences``, the last one with its caption;
 - ``findings``, the best recipes and what differs from the baseline; ``losses``, how often dense
   training is better; ``leads``, what is better than the baseline in most cells;
@@ -42,7 +43,7 @@ from nmrun.lab.keys import recipe_table
 from nmrun.lab.keys.recipe_facts import of_class
 from nmrun.lab.show import formats
 from nmrun.lab.words import reference
-from nmrun.lab.words.advice import ADVICE
+from nmrun.lab.words.advice import ADVICE, BEGIN_WITH
 from nmrun.lab.words.reference import Key, Option
 from nmrun.recipes import RECIPES
 from nmrun.registry import imported
@@ -88,6 +89,8 @@ TABLE = {
 '''
 RECIPE = """What each recipe does, in a line, and its keys. `nmrun help recipe=NAME` says more of one.
 [Which recipe?](../which-recipe.md) helps to choose."""
+OTHER = """What each of them is, and its keys: what `nmrun help {group}=NAME` prints. Those with the same keys
+share a section."""
 
 
 def pages() -> dict[Path, str]:
@@ -102,13 +105,7 @@ def pages() -> dict[Path, str]:
         written[path] = f"{head}## When to use\n\n{use}\n\n{below}"
     written[TABLE] = _recipe_table()
     path = DOCS / "which-recipe.md"
-    advice = [
-        "| what you train | take |",
-        "|---|---|",
-        *(f"| {task} | {text} |" for task, text in ADVICE),
-    ]
-    head, _, rest = path.read_text(encoding="utf-8").partition("| what you train")
-    written[path] = head + "\n".join(advice) + "\n\n" + rest.partition("\n\n")[2]
+    written[path] = result(path)
     return written
 
 
@@ -147,6 +144,11 @@ def _ranges_of(kind: type, key: str) -> str:
     return f"{check}, {search}"
 
 
+def _advice(_: str) -> list[str]:
+    """Which recipe to take, by what one trains."""
+    return [BEGIN_WITH, "", *_markdown(["what you train", "take"], [list(row) for row in ADVICE])]
+
+
 def _uses(options: list[Option]) -> str:
     """When to use the recipes of a page: the first paragraph of that section."""
     uses = {option.name: _cell(option.use.removeprefix("When to use: ")) for option in options}
@@ -173,21 +175,36 @@ def _page(group: str) -> str:
     options = reference.options(group)
     if not options[0].name:
         lines = [_cell(options[0].about), "", *_keys(options)]
-    elif group == "recipe":
-        lines = [RECIPE, *(line for option in options for line in _recipe(option))]
     else:
-        lines = [f"`nmrun help {group}=NAME` says which keys one of these has.", ""]
-        lines += [f"- **`{group}={option.name}`**: {_cell(option.about)}" for option in options]
-        lines += ["", "## Keys", "", *_keys(options)]
+        lines = [RECIPE if group == "recipe" else OTHER.format(group=group)]
+        lines += [line for some in _alike(options) for line in _section(some)]
     return HEAD.format(title=group) + "\n".join(lines) + "\n"
 
 
-def _recipe(option: Option) -> list[str]:
-    """The keys of a recipe under its name: few mean the same in another."""
-    page = next(page for page, names in _pages_of_recipes().items() if option.name in names)
-    keys = _keys([option]) if option.keys else []
-    about = f"{_cell(option.about)} [More](../recipes/{page.name})."
-    return ["", f"## {option.name}", "", about, *([""] if keys else []), *keys]
+def _alike(options: list[Option]) -> list[list[Option]]:
+    """The options by section: those whose keys mean the same share one. Each recipe has its own."""
+    found: dict[object, list[Option]] = {}
+    for option in options:
+        keys = tuple((key.name, key.meaning, key.takes) for key in option.keys)
+        found.setdefault(option.name if option.group == "recipe" else keys, []).append(option)
+    return [*found.values()]
+
+
+def _section(options: list[Option]) -> list[str]:
+    """What options are, and their keys."""
+    lines = ["", f"## {', '.join(option.name for option in options)}"]
+    for option in options:
+        of = f"`{option.name}`: " if len(options) > 1 else ""
+        lines += ["", of + _cell(option.about) + _more(option)]
+    keys = _keys(options)
+    return [*lines, *([""] if keys else []), *keys]
+
+
+def _more(option: Option) -> str:
+    """A link to the page of a recipe."""
+    pages = _pages_of_recipes() if option.group == "recipe" else {}
+    found = [page.name for page, names in pages.items() if option.name in names]
+    return f" [More](../recipes/{found[0]})." if found else ""
 
 
 @cache
@@ -201,26 +218,22 @@ def _pages_of_recipes() -> dict[Path, list[str]]:
 
 
 def _keys(options: list[Option]) -> list[str]:
-    """An item for each meaning of each key: a list is readable at any width, a table is not."""
-    names = dict.fromkeys(key.name for option in options for key in option.keys)
-    items = [
-        _item(key, defaults, len(options))
-        for name in names
+    """An item for each key: a list is readable at any width, a table is not."""
+    return [
+        _item(key, defaults)
+        for name in dict.fromkeys(key.name for key in options[0].keys)
         for key, defaults in reference.key_meanings(name, options).items()
     ]
-    return items or ["None."]
 
 
-def _item(key: Key, defaults: dict[str, list[str]], count: int) -> str:
-    holders = sorted(name for alike in defaults.values() for name in alike)
+def _item(key: Key, defaults: dict[str, list[str]]) -> str:
     shown = [
         f"`{value}`" + (f" ({', '.join(alike)})" if len(defaults) > 1 else "")
         for value, alike in defaults.items()
     ]
-    of = f" ({', '.join(f'`{name}`' for name in holders)})" if len(holders) < count else ""
     facts = [f"Takes {_cell(key.takes)}" if key.takes else "", f"default {', '.join(shown)}"]
     meaning = _cell(key.meaning).rstrip(".")
-    return f"- **`{key.name}`**{of}: {meaning}. {_upper('; '.join(filter(None, facts)))}."
+    return f"- **`{key.name}`**: {meaning}. {_upper('; '.join(filter(None, facts)))}."
 
 
 def _cell(text: str) -> str:
@@ -557,6 +570,7 @@ def _commands(text: str) -> list[str]:
 
 
 BLOCKS = {
+    "advice": _advice,
     "table": _table,
     "differences": _differences,
     "findings": _findings,

@@ -157,8 +157,8 @@ class MdGfLinear(Progressive):
 class MdGfExponential(MdGfLinear):
     """Pruned weights fade exponentially, ``D(j) = exp(-tau j)``.
 
-    When to use: a translation model from scratch, for nearly the dense FLOPs. Not a small
-    language model.
+    When to use: a translation model from scratch, for nearly as many
+    multiplications as dense training. Not a small language model.
     """
 
     name: ClassVar[str] = "mdgf_exponential"

@@ -34,7 +34,7 @@ class STEP(Recipe):
     """Dense training under Adam, then STE with Adam's second moment frozen.
 
     When to use: images under Adam, with ``switch=0.5``, where nothing can be tuned and the number of
-    steps is given. With as many FLOPs SR-STE catches up or leads. Where every recipe is tuned
+    steps is given. With as many multiplications SR-STE catches up or leads. Where every recipe is tuned
     others lead, on text by far. In long runs on text it needs SR-STE's decay, ``decay=2e-4``.
 
     Args:

@@ -18,7 +18,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.keys import options as kinds
 from nmrun.lab.keys.fields import Field
 from nmrun.lab.keys.recipe_facts import recipe_facts
-from nmrun.lab.words.advice import ADVICE
+from nmrun.lab.words.advice import ADVICE, BEGIN_WITH
 from nmrun.lab.words.suggestions import INSTEAD
 from nmrun.lab.words.suggestions import option as option_line
 from nmrun.ranges import value_text
@@ -242,7 +242,8 @@ def _hint(topic: str, others: Iterable[str]) -> str:
 def _list(among: list[Option]) -> Iterator[str]:
     """A group's options, a paragraph each; advice comes before the recipes."""
     if among[0].group == "recipe":
-        yield "Which to take, by what you train:"
+        yield from _wrap(_without_links(BEGIN_WITH), "", "")
+        yield "By what you train:"
         for task, recipes in ADVICE:
             yield from _wrap(f"{task}: {_without_links(recipes)}.", "  ", "    ")
         yield ""
