@@ -321,7 +321,11 @@ def test_step_names_the_optimizer_it_needs(optimizer, instead):
             "switch=0.5: it takes auto, auto_geometric, variance_ratio, gradient_norm or a fraction",
         ),
         ("step", {"total_steps": 9, "t_min": 0.6}, "t_min=0.6, t_max=0.5 must be"),
-        ("step", {"total_steps": 9, "decay": -1.0}, "step: decay=-1.0: it takes a number at least 0"),
+        (
+            "step",
+            {"total_steps": 9, "decay": -1.0},
+            "step: decay=-1.0: it takes a number at least 0",
+        ),
     ],
 )
 def test_values_out_of_range(recipe, hyperparameters, message):

@@ -36,7 +36,7 @@ CHANGED = "it was changed: its SHA-256 is another"
 UNSEALED = "it was changed: it has no SHA-256, as that of a finished run has"
 NAME = re.compile(r"s-?\d+-([0-9a-f]{10})")
 ENDS = "\n\r\x85\u2028\u2029"  # of lines in YAML
-# the command above config.yaml is a comment, of several lines where a value in it has
+# the command above config.yaml is a comment, with as many lines as its values have
 HEAD = re.compile(f"# (nmrun[^{ENDS}]*(?:[{ENDS}]# [^{ENDS}]*)*)")
 # what readers rely on, as of documents.misfit
 NUMBER, TEXT, NAMED = int | float | None, str | None, {"name?": str}
@@ -72,7 +72,7 @@ def make_folder(folder: Path, output_dir: str) -> None:
 
 
 def remove_empty(folder: Path, above: Path) -> None:
-    """Remove a folder and those between it and ``above``, which stays, as far as they are empty."""
+    """Remove a folder and its parents below ``above``, as long as they are empty."""
     with contextlib.suppress(OSError):
         for place in (folder, *folder.parents):
             if above not in place.parents:
@@ -101,8 +101,7 @@ def walk(
 
 
 class RunFolder:
-    """A run's folder, which may not exist, as it is at the first look; another object looks
-    again."""
+    """A run's folder, which may not exist. Its files are read once; a new object reads them again."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -208,8 +207,8 @@ class RunFolder:
         return self.path / name
 
     def say_finished(self, changed: Iterable[str] = ()) -> None:
-        """Print what the run that has finished here has reached, and where, and what of the user's
-        own was ``changed`` since."""
+        """Print the metrics and folder of the run that has finished here, and what of the user's
+        own code has ``changed`` since."""
         final = self.result["metrics"]["final"].items()
         texts = {key: "-" if value is None else f"{value:.4g}" for key, value in final}
         metrics = "  ".join(f"{key} {text}" for key, text in texts.items())
@@ -265,7 +264,7 @@ class RunFolder:
         if result["status"] == "finished" and not seal <= result.keys():
             return {}, UNSEALED, False
         if result.keys() & seal and result.get("sha256") != _hash(result):
-            raw = json.loads(data.decode())  # its texts as they were hashed
+            raw = json.loads(data.decode())  # with its texts as they were when it was hashed
             if raw.get("sha256") != _hash(raw):
                 return {}, CHANGED, False
         folder = self.path.name
@@ -296,7 +295,7 @@ class RunFolder:
 
 
 class RunFolders(dict[str, RunFolder]):
-    """Run folders by their path, each looked at once."""
+    """Run folders by their path, each read once."""
 
     def __missing__(self, path: str) -> RunFolder:
         self[path] = RunFolder(path)
@@ -351,7 +350,7 @@ def _hash(result: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Position:
-    """As of the last rows. Texts are empty, and numbers None, where they do not say.
+    """The position by the last rows. Where these do not say, texts are empty and numbers None.
 
     ``epoch`` is ``3/12`` or ``3``, empty where steps are counted; ``steps`` likewise; ``phase``
     that of the last evaluation, ``validation`` its metric, as in ``accuracy 0.9312``.
@@ -366,8 +365,8 @@ class Position:
 
 
 def position_of(folder: Path, trainer: Mapping[str, Any]) -> Position | None:
-    """Where the run in a folder is, by what is known of the config's group ``trainer``; None before
-    the first row."""
+    """The position of the run in a folder, with the config's group ``trainer``, as far as it is
+    known; None before the first row."""
     rows = documents.newest_first(folder / METRICS)
     last = next((row for row in rows if type(row.get("step")) is int), None)
     if last is None:

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nmrun.errors import ConfigError, extra
 from nmrun.lab.keys import options
+from nmrun.lab.keys.config import flatten
 from nmrun.lab.keys.options import NAMED
 from nmrun.lab.words import command_line, rules, schema, suggestions
 from nmrun.lab.words.composition import RATIO, Cache, composed, composing, plain_errors
@@ -121,7 +122,7 @@ class _Look:
         if launcher != "basic" and not multirun and not missing:
             missing.append(f"{LAUNCHER}={launcher}: launchers are for sweeps; add -m")
         findings.problems += missing
-        if missing:  # then what is said to it is left out
+        if missing:  # and its options are not checked
             left_out = (LAUNCHER, "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
             self.for_hydra = [w for w in self.for_hydra if not w.startswith(left_out)]
         findings.launcher, self.on_this_machine = launcher, launcher in HERE
@@ -254,9 +255,7 @@ class _Look:
 
     def _drop_unknown(self, base: DictConfig, variants: Iterable[DictConfig]) -> None:
         keys = {
-            key
-            for config in map(_raw, (base, *variants))
-            for key in (*config, *schema.flatten(config))
+            key for config in map(_raw, (base, *variants)) for key in (*config, *flatten(config))
         }
         for key, override in self.written.items():
             if override.is_add() and key in self.values and key in keys:

@@ -23,10 +23,10 @@ from nmrun.lab.tasks.base import (
     Batch,
     InMemory,
     Tally,
+    batches_of_rank,
     limited,
     refuse_smoothing,
     sent,
-    turns,
     watched,
 )
 from nmrun.lab.tasks.text.classification import PretrainedTokenizer, Tokenizer, Words, tokenizer
@@ -158,7 +158,7 @@ class Reading(InMemory):
             order[start : start + EVALUATED_AT_ONCE]
             for start in range(0, len(order), EVALUATED_AT_ONCE)
         ]
-        for number, counts in watched(turns(len(pieces), rank, world)):
+        for number, counts in watched(batches_of_rank(len(pieces), rank, world)):
             yield pieces[number], self._batch(split, pieces[number]), counts
 
     def _permutation(self, epoch: int) -> list[int]:
