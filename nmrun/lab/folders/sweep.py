@@ -37,7 +37,7 @@ HEAD, JOBS = "sweep.json", "jobs.jsonl"
 IN_PLAN = ("recipe", "sparsity", "dry")  # a plan shows these itself, or they are the same for all
 OWN_AXES = ("seed", "sparsity", "output_dir")  # a table averages over these, or shows them anyway
 SWEEP = "NMRUN_SWEEP"  # tells job processes and the sweeper the sweep's folder
-# of jobs, or of seconds since 1970: JSON has NaN and Infinity too
+# of jobs, or of seconds since 1970: Python's JSON has NaN and Infinity too
 COUNT = Check("a number", lambda value: isinstance(value, int | float) and abs(value) < 1e12)
 MAYBE = Check("a number, or null", lambda value: value is None or COUNT.holds(value))
 # the shapes of sweep.json, and of the lines of jobs.jsonl
