@@ -134,3 +134,25 @@ def test_a_preset_of_a_class_of_ones_own_takes_every_key_of_the_class(tmp_path):
     assert precheck.look(words["strong"], config_dir=config_dir).problems == []
     (problem,) = precheck.look(words["usual"], config_dir=config_dir).problems
     assert problem.startswith("recipe.strength: no such key")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("optimizer/mine.yaml", "# not for hydra/launcher\nname: hydra_sgd\nlr: 0.1\n", False),
+        ("optimizer/mine.yaml", "defaults:\n- sgd\nlr: 0.1\n", False),
+        ("optimizer/mine.yaml", "hydra: [\n", False),
+        ("optimizer/mine.yaml", "defaults: 3\n", False),
+        ("nmrun.yaml", "hydra:\n  job:\n    env_set: {A: b}\n", True),
+        ("debug/mine.yaml", "# @package _global_\ndefaults:\n- override /hydra/launcher: joblib\n", True),
+        ("debug/mine.yaml", "# @package hydra.job\nname: mine\n", True),
+        ("hydra/launcher/mine.yaml", "n_jobs: 2\n", True),
+    ],
+)  # fmt: skip
+def test_hydra_launches_what_a_file_says_something_to(name, text, expected, tmp_path):
+    file = tmp_path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    assert precheck.by_hydra([["seed=1"]], str(tmp_path)) is expected
+    assert precheck.by_hydra([["seed=1", "hydra/launcher=joblib"]], str(tmp_path))
+    assert not precheck.by_hydra([["seed=1"]], None)
