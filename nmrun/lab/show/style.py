@@ -223,14 +223,31 @@ def _turn_off_formulas(figure: Figure) -> None:
             text.set_parse_math(False)
 
 
+IN_THE_DARK = (
+    "<style>@media (prefers-color-scheme: dark) {"
+    + "".join(
+        f'[style*="{what}: {INK}"] {{{what}: #e6e6e6 !important}}' for what in ("fill", "stroke")
+    )
+    + "}</style>"
+)
+
+
 def save(figure: Figure, out: Path) -> None:
-    """The format follows the suffix of ``out``."""
+    """The format follows the suffix of ``out``. SVG can be read on light and on dark pages."""
     _turn_off_formulas(figure)
     buffer = io.BytesIO()  # a full disk breaks matplotlib's writing of PDF
     dated = {".svg": "Date", ".pdf": "CreationDate"}.get(out.suffix)  # same runs, same bytes
+    metadata = {dated: None} if dated else None
+    svg = out.suffix == ".svg"
     with looks(out.stem):
-        figure.savefig(buffer, format=out.suffix[1:], metadata={dated: None} if dated else None)
-    atomic.write(out, buffer.getvalue(), shared=True)
+        figure.savefig(buffer, format=out.suffix[1:], metadata=metadata, transparent=svg)
+    drawn = buffer.getvalue()
+    atomic.write(out, for_dark_pages(drawn) if svg else drawn, shared=True)
+
+
+def for_dark_pages(svg: bytes) -> bytes:
+    """A transparent picture whose ink is light where the page is dark."""
+    return svg.replace(b"</svg>", f"{IN_THE_DARK}</svg>".encode())
 
 
 def embedded(figure: Figure, name: str) -> Markup:
