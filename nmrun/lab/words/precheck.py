@@ -219,9 +219,11 @@ class _Look:
                 for key, value in config.items()
             }
             for key in values:
-                group = key.partition(".")[0]
+                group, value = key.partition(".")[0], choice[key]
+                if isinstance(value, str) and "${" in value:
+                    value = _interpolated(base, key, value)
                 if (
-                    not _put(config, key, choice[key], _adds(self.written[key]))
+                    not _put(config, key, value, _adds(self.written[key]))
                     and group not in self.unsure
                 ):
                     self.findings.problems.append(
@@ -272,6 +274,14 @@ class _Look:
             ):
                 self.findings.problems.append(suggestions.line(key, keys | set(self.groups)))
                 del self.values[key]
+
+
+def _interpolated(config: DictConfig, key: str, value: str) -> Any:
+    """What a value of the command line such as ``${oc.env:SEED}`` is in this config."""
+    config = config.copy()
+    OmegaConf.update(config, key, value, force_add=True)
+    resolved = OmegaConf.create(schema.resolve(config))
+    return OmegaConf.select(resolved, key)
 
 
 def _not_sparse(choices: dict[str, Any]) -> str | None:
