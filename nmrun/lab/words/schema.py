@@ -76,6 +76,7 @@ def resolve(composed: DictConfig) -> dict[str, Any]:
 def _read_texts(written: Any, plain: dict[str, Any]) -> None:
     """Read a text that an interpolation gave, as ``${oc.env:LR}`` does, as on the command line: where
     the key takes no such text."""
+    holders: list[tuple[Mapping[str, Check | None], Any, dict[str, Any]]]
     holders = [(_checks(options.keys("")), written, plain)]
     holders += [
         (ranges(group, plain[group]), written[group], plain[group])
