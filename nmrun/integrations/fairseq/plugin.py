@@ -110,7 +110,10 @@ def updates(trainer: Trainer) -> int | None:
     config = trainer.cfg.optimization
     limits = [config.max_update] if config.max_update > 0 else []
     if config.max_epoch > 0:
-        batches, groups = len(trainer.get_train_iterator(1)), config.update_freq
+        # data that are read twice would begin their first epoch twice
+        fresh = trainer.cfg.dataset.train_subset not in trainer.task.datasets
+        epoch = trainer.get_train_iterator(1, load_dataset=fresh, disable_iterator_cache=fresh)
+        batches, groups = len(epoch), config.update_freq
         rounded = math.floor if config.skip_remainder_batch else math.ceil
         in_epochs = [groups[min(e, len(groups) - 1)] for e in range(config.max_epoch)]
         limits.append(sum(rounded(batches / group) for group in in_epochs))
