@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pydoc
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -476,3 +477,37 @@ def test_a_sparse_phase_without_its_dense_weights_is_refused():
     _, optimizer, _ = start("sr_ste", seed=5)
     with pytest.raises(ConfigError, match=r"no dense weight of 0\.weight"):
         optimizer.load_state_dict(states[1])
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "4:4"])
+@pytest.mark.parametrize("order", ["ms", "sm", "mso", "smo"])
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp", "step", "s_ste"])
+def test_a_model_without_its_optimizer_s_state_is_warned_of(recipe, order, pattern):
+    """Not where the state came too, nor where the pattern prunes nothing."""
+    states = start(recipe, pattern=pattern)
+    train(*states[:2], range(TOTAL - 1))
+    model, optimizer, handle = resumed(recipe, stored(*states), order, pattern=pattern)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optimizer, range(1))
+    forgotten = pattern == "2:4" and "o" not in order
+    assert len([each for each in caught if "its optimizer" in str(each.message)]) == forgotten
+    assert (
+        len([event for event in handle.pop_events() if "its optimizer" in str(event)]) == forgotten
+    )
+
+
+@pytest.mark.parametrize("kind", ["fixed masks", "zeros", "dense"])
+def test_a_beginning_that_loses_nothing_is_not_warned_of(kind):
+    """Masks that stay have nothing under their zeros; zeros may be how a layer begins."""
+    model = net()
+    if kind == "fixed masks":
+        nmrun.prune(model, [batch(0)], "magnitude", "2:4", exclude="4")
+    for layer in model[0], model[2]:
+        layer.weight.data *= kind != "zeros"
+    optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02)
+    options = {"prune_at": 0.0} if kind == "fixed masks" else {}
+    attach(model, optimizer, "asp" if options else "sr_ste", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, range(1))

@@ -78,3 +78,14 @@ def test_shards_train_the_bits_of_replicas(recipe, optimizer, outcomes):
             assert torch.equal(sharded[name] == 0, tensor == 0), name
         else:
             assert torch.equal(sharded[name], tensor), name
+
+
+@pytest.mark.parametrize("recipe", user_training.RECIPES)
+def test_layers_in_parts_train_as_one_process(recipe, outcomes):
+    """Masks of a layer that is cut by its inputs are chosen from whole groups."""
+    expected = user_training.alone(recipe, "adamw", user_training.pairs, user_training.whole_step)
+    actual = outcomes("tensor")[recipe]
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-9, atol=1e-12, msg=name)
+        assert torch.equal(actual[name] == 0, tensor == 0), name

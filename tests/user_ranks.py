@@ -1,6 +1,6 @@
 """What a user's own script does in several processes, for test_user_ranks.py.
 
-``python user_ranks.py ddp|fsdp FOLDER`` under torchrun trains every case and leaves what came out
+``python user_ranks.py ddp|fsdp|tensor FOLDER`` under torchrun trains every case and leaves what came out
 in ``FOLDER/<kind>.pt``. Ranks compare themselves here, and what they end with is compared there.
 """
 
@@ -20,19 +20,27 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from user_training import (
     CASES,
     DRAWN,
     OPTIMIZERS,
+    RECIPES,
     STOP,
     TOTAL,
     Started,
     net,
     outcome,
+    pairs,
     same_everywhere,
     sparse,
     step,
+    whole_step,
 )
 
 import nmrun
@@ -85,7 +93,13 @@ def sharded(recipe: str, name: str) -> Started:
     return model, optimizer, sparse(model, optimizer, recipe)
 
 
-def fsdp(recipe: str, optimizer: str, folder: Path) -> dict[str, Tensor]:
+def fsdp(
+    recipe: str,
+    optimizer: str,
+    folder: Path,
+    sharded: Callable[[str, str], Started] = sharded,
+    step: Callable[[nn.Module, torch.optim.Optimizer, int], None] = step,
+) -> dict[str, Tensor]:
     """To the end; and saved on the way, loaded into another, and to the same end."""
     started = sharded(recipe, optimizer)
     for number in range(TOTAL):
@@ -178,7 +192,7 @@ def in_shards(folder: Path) -> dict[Any, dict[str, Tensor]]:
         assert optimizer.state_dict() == before
     check_dense_weights()
     for split, complaint in (
-        (True, "which its groups of 4 run along"),
+        (True, "not a multiple of 8 in each"),
         (False, "not sharded over"),
     ):
         model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8))
@@ -192,10 +206,38 @@ def in_shards(folder: Path) -> dict[Any, dict[str, Tensor]]:
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         refused(
-            lambda: nmrun.sparsify(model, optimizer, "sr_ste", "2:4", TOTAL, exclude=None),  # noqa: B023
+            lambda: nmrun.sparsify(model, optimizer, "sr_ste", "2:8", TOTAL, exclude=None),  # noqa: B023
             complaint,
         )
     return outcomes
+
+
+# --- layers in parts (tensor parallelism) --------------------------------------------------------
+
+
+def in_tensor_parallel(folder: Path) -> dict[Any, dict[str, Tensor]]:
+    """Every recipe; and a weight whose parts are no whole groups."""
+    outcomes = {}
+    for number, recipe in enumerate(RECIPES):
+        place = folder / f"parts{number}"
+        place.mkdir(exist_ok=True)
+        outcomes[recipe] = fsdp(recipe, "adamw", place, in_parts, whole_step)
+    model, optimizer, _ = in_parts("asp", "adamw", attach=False)
+    refused(
+        lambda: nmrun.sparsify(model, optimizer, "sr_ste", "2:16", TOTAL, exclude=None),
+        "not a multiple of 16 in each",
+    )
+    return outcomes
+
+
+def in_parts(recipe: str, name: str, attach: bool = True) -> Started:
+    model = pairs()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    kinds = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh, {**kinds, "3": ColwiseParallel(), "5": RowwiseParallel()})
+    optimizer = OPTIMIZERS[name](model.parameters())
+    handle: Any = sparse(model, optimizer, recipe) if attach else None
+    return model, optimizer, handle
 
 
 def check_dense_weights() -> None:
@@ -241,7 +283,10 @@ def broken(call: Callable[[], object]) -> None:
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     kind, folder = sys.argv[1], Path(sys.argv[2])
-    outcomes = replicated() if kind == "ddp" else in_shards(folder)
+    if kind == "ddp":
+        outcomes = replicated()
+    else:
+        outcomes = in_shards(folder) if kind == "fsdp" else in_tensor_parallel(folder)
     if dist.get_rank() == 0:
         torch.save(outcomes, folder / f"{kind}.pt")
     dist.barrier()

@@ -47,6 +47,14 @@ def net(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(*layers[:2], nn.Tanh(), layers[2], nn.Linear(7, 8), nn.Linear(8, 1))
 
 
+def pairs() -> nn.Sequential:
+    """Twice two layers, of which tensor parallelism cuts the first by outputs, the second by inputs."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 8)]
+    tanh = nn.Tanh()
+    return nn.Sequential(layers[0], tanh, *layers[1:3], tanh, layers[3]).double()
+
+
 def sparse(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: str) -> Handle:
     """The call that every case makes."""
     return nmrun.sparsify(
@@ -72,6 +80,14 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, parts:
                 (model(share).square().mean() / parts).backward()
         else:
             (model(share).square().mean() / parts).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """One step with the same batch on every rank."""
+    batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(number)).double()
+    model(batch).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -102,7 +118,12 @@ def outcome(
     return tensors
 
 
-def alone(recipe: str, name: str) -> dict[str, Tensor]:
+def alone(
+    recipe: str,
+    name: str,
+    net: Callable[[], nn.Module] = net,
+    step: Callable[[nn.Module, torch.optim.Optimizer, int], None] = step,
+) -> dict[str, Tensor]:
     """In one process."""
     model = net()
     optimizer = OPTIMIZERS[name](model.parameters())

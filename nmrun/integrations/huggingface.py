@@ -11,6 +11,7 @@ from nmrun.integrations.training import Training, end, warn_if_late
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.step.handle import Handle
+from nmrun.step.resume import has_state
 from nmrun.step.sparsify import unwrapped
 
 try:
@@ -72,7 +73,7 @@ class NMTrainerCallback(TrainerCallback):
         assert model is not None
         schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)  # in accelerate's wrapper
         # plain SGD never has any state; the schedule is saved and loaded with the optimizer
-        loaded = any(unwrapped(optimizer).state.values()) or getattr(schedule, "last_epoch", False)
+        loaded = has_state(unwrapped(optimizer)) or getattr(schedule, "last_epoch", False)
         self.handle = self._training.begin(
             model, optimizer, state.max_steps, state.global_step > 0, [schedule]
         )

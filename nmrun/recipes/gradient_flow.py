@@ -95,7 +95,7 @@ class Progressive(Recipe):
         for weight in weights:
             coarsest = max(self.frames_to(weight.pattern), key=lambda p: p.m)
             parts = parts_of(weight.module, weight.attribute, weight.dim)
-            inputs = weight.shape[weight.dim] // parts
+            inputs = weight.dense.shape[weight.dim] // parts  # those of this process
             if inputs % coarsest.m and (parts > 1 or not weight.pattern.length):
                 of_group = " of one group" if parts > 1 else ""
                 raise ConfigError(

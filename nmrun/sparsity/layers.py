@@ -126,7 +126,7 @@ def obstacle(module: nn.Module, attribute: str, named: bool = False) -> str:
     if isinstance(parameter, UninitializedParameter):
         return "not initialised yet (run the model once first)"
     if is_embedding(module):
-        return EMBEDDING
+        return _of_embedding(module) if named else EMBEDDING
     if isinstance(module, ParametrizationList) or (attribute not in weight_axes and computed):
         return COMPUTED
     # timm's and transformers' classes: the mean is subtracted
@@ -139,6 +139,15 @@ def obstacle(module: nn.Module, attribute: str, named: bool = False) -> str:
     if attribute.endswith("bias") or attribute in ("bias_k", "bias_v"):
         return "a bias"
     return UNKNOWN_DIM if parameter.dim() == 3 and _mixture(module) else UNKNOWN_LAYER
+
+
+def _of_embedding(module: nn.Module) -> str:
+    """Why an embedding that the user named cannot be sparse, or an empty string."""
+    if getattr(module, "sparse", False):
+        return "an embedding whose gradients are sparse tensors (sparse=True)"
+    if getattr(module, "max_norm", None) is not None:
+        return "an embedding that writes its weight in the forward pass (max_norm)"
+    return ""
 
 
 def is_embedding(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@ can be sparse, and sums over them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -67,8 +68,8 @@ def _fingerprint(tensor: Tensor) -> Tensor:
 def check_shards(weights: Sequence[SparseWeight], across: str = "") -> None:
     """Refuse sharded weights whose masks a process cannot choose from its own part. ``across``: who
     looks across the rows of a weight, if anybody does; V:N:M masks do anyway. Raises ConfigError
-    for such a weight, and for one that is sharded along its groups or placed in another way.
-    Also where weights differ in their device mesh or placements."""
+    for such a weight, for one whose groups of M lie in two processes, and for one that is placed in
+    another way. Also where weights differ in their device mesh or placements."""
     sharded = [weight for weight in weights if weight.is_sharded]
     for weight in sharded:
         if who := across or (f"a {weight.pattern} mask" if weight.pattern.v > 1 else ""):
@@ -77,11 +78,12 @@ def check_shards(weights: Sequence[SparseWeight], across: str = "") -> None:
                 f"{weight.name} (FSDP): replicate the model (DDP)"
             )
         placements = _placements(weight)
-        if any(p.is_shard(weight.dim) for p in placements):
+        processes, size, m = _along(weight), weight.shape[weight.dim], weight.pattern.m
+        if size % (processes * m) and processes > 1:
             raise ConfigError(
-                f"{weight.name} is sharded along dimension {weight.dim}, which its groups of "
-                f"{weight.pattern.m} run along: shard it along dimension {weight.outputs} "
-                "(shard_placement_fn of fully_shard)"
+                f"{weight.name} has {size} inputs, sharded over {processes} processes: not a multiple "
+                f"of {m} in each. Shard it along dimension {weight.outputs} "
+                "(shard_placement_fn of fully_shard), or leave it dense (exclude)"
             )
         if odd := [p for p in placements if not (p.is_replicate() or type(p).__name__ == "Shard")]:
             raise ConfigError(
@@ -109,6 +111,13 @@ def global_sum(weights: Sequence[SparseWeight], sums: Tensor) -> Tensor:
 def _placements(weight: SparseWeight) -> Sequence[Any]:
     parameter: Any = weight.parameter
     return tuple(parameter.placements)
+
+
+def _along(weight: SparseWeight) -> int:
+    """Over how many processes the inputs of a sharded weight are spread."""
+    parameter: Any = weight.parameter
+    placements, mesh = enumerate(_placements(weight)), parameter.device_mesh
+    return math.prod(mesh.size(i) for i, placed in placements if placed.is_shard(weight.dim))
 
 
 def _same_sharding(weight: SparseWeight, other: SparseWeight) -> bool:

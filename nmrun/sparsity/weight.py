@@ -194,6 +194,12 @@ class SparseWeight:
     def holds(self) -> bool:
         return holds(*grouped(self.weight, self.pattern, self.dim))
 
+    def is_pruned(self) -> bool:
+        """Whether the dense weight holds the pattern too, which prunes something."""
+        return self.pattern.n < self.pattern.m and holds(
+            *grouped(self.dense, self.pattern, self.dim)
+        )
+
     def note(self) -> None:
         """Note the parameter as it is, for the three questions that follow."""
         self._version, self._dtype = self.parameter._version, self.parameter.dtype

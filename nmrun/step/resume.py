@@ -153,12 +153,13 @@ class Resume:
         weights alone would have one."""
         # copies, since pop_state empties the optimizer's own entries
         state_dict["state"] = {
-            number: dict(tensors) for number, tensors in state_dict["state"].items()
+            number: dict(state) if isinstance(state, dict) else state
+            for number, state in state_dict["state"].items()
         }
         for weight in self._without:
             weight.pop_state(self.optimizer)
         self.put_clock()
-        if state_dict["state"]:
+        if _of_parameters(state_dict["state"]):
             for group in state_dict["param_groups"]:
                 for number in group["params"]:
                     state_dict["state"].setdefault(number, {})
@@ -259,7 +260,9 @@ def check_saved(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight
     saved = optimizer.state_dict()
     needs_tensors = any(weight.saved() for weight in weights)
     has_tensors = any(
-        str(key).startswith(PREFIX) for state in saved.get("state", {}).values() for key in state
+        str(key).startswith(PREFIX)
+        for state in _of_parameters(saved.get("state", {}))
+        for key in state
     )
     if not saved_settings(saved.get("param_groups") or ()) or (needs_tensors and not has_tensors):
         raise ConfigError(
@@ -324,6 +327,17 @@ def _as_text(weights: Sequence[SparseWeight]) -> str:
     return " ".join(f"{key}={dtype}" for key, dtype in sorted(every.items()))
 
 
+def _of_parameters(states: dict[Any, Any]) -> list[dict[Any, Any]]:
+    """The states of parameters. Some optimizers count their steps beside them, in a number or a
+    tensor (``state["k"]`` of pytorch_optimizer's MADGRAD)."""
+    return [state for state in states.values() if isinstance(state, dict)]
+
+
+def has_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer has a state of any parameter."""
+    return any(_of_parameters(optimizer.state))
+
+
 @torch.no_grad()
 def makes_state(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight]) -> bool:
     """Whether the coming step only initialises the optimizer's state: it has none yet, all learning
@@ -332,7 +346,7 @@ def makes_state(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight
     rates = [group.get("lr") for group in optimizer.param_groups]
     if any(lr is None or getattr(lr, "is_cuda", False) or float(lr) != 0 for lr in rates):
         return False
-    if any(optimizer.state.values()):
+    if has_state(optimizer):
         return False
     owned = [p for group in optimizer.param_groups for p in group["params"]]
     grads = [local(p.grad) for p in owned if p.grad is not None]

@@ -157,9 +157,12 @@ class Stepper:
             weight.pop_state(optimizer)
         if step.skipped:
             return answer
-        if not self._places_checked:
+        first = not self._places_checked
+        if first:
             self._check_places()
         self.notice_changes()
+        if first and self.recipe.step == 0:
+            self._warn_if_pruned()
         if self.measure_flips:
             self.mask_metrics.before()
         self.recipe.before_step(self.sparse, optimizer)
@@ -178,6 +181,17 @@ class Stepper:
         self._places_checked = True
         if agree_over_ranks(self.recipe, self.sparse):
             self.refresh()
+
+    def _warn_if_pruned(self) -> None:
+        """Warn where a recipe that moves pruned weights begins with none but zeros there: a model was
+        loaded, and the optimizer's state was not."""
+        if any(_hidden(w.dense) or self.recipe.rule(w).mask is not None for w in self.sparse):
+            return
+        if all(w.is_pruned() for w in self.sparse) and any(w.dense.any() for w in self.sparse):
+            self.warn(
+                f"the weights are {self.recipe.pattern} before the first step, so the pruned ones begin "
+                "at 0: to go on with a training, load the state of its optimizer too"
+            )
 
     def recover(self) -> None:
         """After a step that failed half-way, let the parameters be the projected weights again."""
@@ -354,10 +368,10 @@ class Stepper:
             self.warn(sentence, "outside")
 
     def differs(self, weight: SparseWeight) -> bool:
-        """Whether the parameter is not the projection of the dense weight; never on meta, nor while a
-        CUDA graph is captured, where nothing can be asked."""
+        """Whether the parameter is not the projection of the dense weight; never where that cannot be
+        asked."""
         dense, used = weight.dense, weight.weight
-        if dense.is_meta or (dense.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if _hidden(dense):
             return False
         expected = torch.empty_like(dense)
         self.recipe.project(weight, expected)
@@ -397,6 +411,11 @@ def closure_first(
     rest = {key: value for key, value in kwargs.items() if key != "closure"}
     others = tuple(a for a in args[1:] if a is not closure)
     return (args[0], lambda: loss, *others), rest
+
+
+def _hidden(tensor: Tensor) -> bool:
+    """Whether no value can be read: on meta, and while a CUDA graph is captured."""
+    return tensor.is_meta or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _versions(weight: SparseWeight, rule: Rule) -> list[int]:

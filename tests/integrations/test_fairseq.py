@@ -132,7 +132,7 @@ def test_with_nothing_to_prune_it_is_the_stock_training(data, tmp_path):
         ("--nm-recipe spet --optimizer adam", "recipe=spet: no such recipe; did you mean step?"),
         ("--nm-recipe step --optimizer adam", "a drop-in with the same arguments: --optimizer nm_adam"),
         ("--nm-recipe ste --nm-pattern 5:4 --optimizer sgd", "5:4 is not an N:M pattern"),
-        ("--nm-recipe asp --max-update 0 --max-epoch 1 --optimizer sgd", "asp needs total_steps"),
+        ("--nm-recipe asp --max-update 0 --optimizer sgd", "asp needs total_steps"),
         ("--nm-recipe ste --fp16 --optimizer sgd", "--fp16 and --bf16 step flat copies"),
         ("--nm-recipe ste --store-ema --optimizer sgd", "--store-ema averages"),
         ("--nm-recipe ste --nm-options decay --optimizer sgd", "--nm-options 'decay': it takes"),
@@ -157,6 +157,17 @@ def test_a_dense_end_is_told(data, tmp_path):
     assert "nmrun: training ended in a dense phase of asp, after step 12" in process.stderr
     assert process.returncode == 1
     assert "Traceback" not in process.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most", ["0", "100"])
+def test_the_last_epoch_ends_the_recipe(most, data, tmp_path):
+    """Eight batches an epoch, four updates in the first and eight in the second. ProxSparse is N:M at
+    its last step alone.
+    """
+    asked = ["--nm-recipe", "proxsparse", "--optimizer", "sgd", "--max-update", most]
+    train(data, tmp_path, *asked, "--update-freq", "2,1", "--max-epoch", "2")
+    assert saved(tmp_path)["optimizer_history"][-1]["num_updates"] == 12
 
 
 @pytest.mark.minutes

@@ -60,7 +60,7 @@ OPTIMIZERS: dict[str, Make] = {
     },
     **{
         f"pytorch_optimizer {name}": of("pytorch_optimizer", name, lr=0.01)
-        for name in ("SOAP", "Shampoo", "Lion", "AdEMAMix", "Prodigy")
+        for name in ("SOAP", "Shampoo", "Lion", "AdEMAMix", "Prodigy", "MADGRAD")
     },
     "pytorch_optimizer Ranger21": of(
         "pytorch_optimizer", "Ranger21", lr=0.01, num_iterations=STEPS

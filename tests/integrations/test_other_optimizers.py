@@ -319,3 +319,53 @@ def test_weights_from_outside_and_a_step_too_many_are_warned_of_once():
     assert re.match(r"nmrun: step 3: 0\.weight and 1 more changed outside", messages[0])
     assert re.match(r"nmrun: step 11: .* one step more than total_steps=10", messages[1])
     assert len(handle.pop_events()) == 3
+
+
+class CountsBeside(torch.optim.SGD):
+    """Keeps a tensor and a number that belong to no parameter, as MADGRAD and SPAM of
+    pytorch_optimizer do; its rate falls by them."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.state["k"], self.state["steps"] = torch.zeros(2, dtype=torch.long), 0  # type: ignore[index]
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["k"] += 1  # type: ignore[index]
+        self.state["steps"] += 1  # type: ignore[index]
+        count = int(self.state["k"].sum()) + self.state["steps"]  # type: ignore[index]
+        self.param_groups[0]["lr"] = 0.1 / count
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("order", ["sparsify first", "load first"])
+@pytest.mark.parametrize("stop", [0, 3, 7])
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp"])
+@pytest.mark.parametrize("kind", ["CountsBeside", "MADGRAD", "SPAM"])
+def test_states_that_belong_to_no_parameter_are_saved_and_loaded(kind, recipe, stop, order):
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        if kind == "CountsBeside":
+            return CountsBeside(model.parameters())
+        package = pytest.importorskip("pytorch_optimizer", reason="needs pytorch_optimizer")
+        # SPAM draws the weights that it updates: here all
+        options = {"density": 1.0} if kind == "SPAM" else {}
+        optimizer: torch.optim.Optimizer = getattr(package, kind)(
+            model.parameters(), lr=0.02, **options
+        )
+        return optimizer
+
+    model = net()
+    optimizer = make(model)
+    handle = attach(model, optimizer, recipe)
+    train(model, optimizer, range(stop))
+    states = stored(model, optimizer)
+    train(model, optimizer, range(stop, TOTAL))
+    again = net(3)
+    other = make(again)
+    second = attach(again, other, recipe) if order == "sparsify first" else None
+    again.load_state_dict(states[0])
+    other.load_state_dict(states[1])
+    second = second or attach(again, other, recipe)
+    train(again, other, range(stop, TOTAL))
+    assert everything(again, other, second) == everything(model, optimizer, handle)
+    second.finalize()
+    nmrun.sparsity.check_nm(again, "2:4", exclude="4")

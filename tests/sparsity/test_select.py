@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import reference
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -283,6 +284,38 @@ def test_what_is_tied_to_an_embedding_stays_dense():
         "head.weight": "tied to embedding.weight",
         "embedding.weight": "an embedding",
     }
+
+
+def test_an_embedding_that_dims_names_is_sparse():
+    embedding, head = nn.Embedding(12, 8), nn.Linear(8, 12)
+    model = layers(embedding=embedding, head=head)
+    named = {"dims": {r"embedding\.weight": 1}, "exclude": None}
+    assert names(model, **named) == ["embedding.weight", "head.weight"]
+    head.weight = embedding.weight
+    assert names(model, **named) == ["embedding.weight"]
+    refused = {"sparse": {"sparse": True}, "in the forward pass": {"max_norm": 1.0}}
+    for reason, options in refused.items():
+        model = layers(embedding=nn.Embedding(12, 8, **options))
+        assert reason in reasons(model, **named)["embedding.weight"]
+
+
+def test_a_sparse_embedding_trains_as_a_masked_one():
+    torch.manual_seed(0)
+    embedding = nn.Embedding(12, 8)
+    dense = embedding.weight.detach().clone()
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.5)
+    handle = nmrun.sparsify(embedding, optimizer, "ste", "2:4", exclude=None, dims={"weight": 1})
+    for step in range(4):
+        tokens = torch.arange(step, step + 5)
+        mask = reference.mask_of(dense)
+        used = (dense * mask).requires_grad_()
+        nn.functional.embedding(tokens, used).square().sum().backward()
+        dense -= 0.5 * used.grad
+        embedding(tokens).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.finalize()
+    assert torch.equal(embedding.weight, dense * reference.mask_of(dense))
 
 
 def test_shared_weights_are_sparse_once():

@@ -157,14 +157,10 @@ def test_dims_make_any_parameter_a_candidate():
     assert "6 inputs are not a multiple of 4" in reasons(model, dims={r"own\.a": 1})["own.a"]
 
 
-def test_dims_cannot_name_what_is_never_a_product():
-    model = nn.ModuleDict(
-        {
-            "table": nn.Embedding(8, 8),
-            "normed": nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
-        }
-    )
-    assert sparse(model, dims={".*": 1}) == {}
+def test_dims_cannot_name_what_is_computed():
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    model = nn.ModuleDict({"table": nn.Embedding(8, 8), "normed": normed})
+    assert sparse(model, dims={".*": 1}) == {"table.weight": (1, 0)}
 
 
 def test_check_nm_takes_dims_and_auto():

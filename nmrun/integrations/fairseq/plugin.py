@@ -9,6 +9,7 @@ here is a text: fairseq reads the types of an option from the class.
 import ast
 import contextlib
 import importlib
+import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,10 +100,24 @@ def begin(trainer: Trainer) -> Handle:
     training = Training(
         *(config.nm_recipe, config.nm_pattern, arguments.pop("total_steps", None), arguments),
         own_optimizer="--optimizer nm_adam",
-        length="--max-update",
+        length="--max-update or --max-epoch",
     )
-    steps = config.max_update if config.max_update > 0 else None
-    return training.begin(trainer._model, trainer._optimizer.optimizer, steps)
+    return training.begin(trainer._model, trainer._optimizer.optimizer, updates(trainer))
+
+
+def updates(trainer: Trainer) -> int | None:
+    """After how many updates ``--max-update`` or ``--max-epoch`` ends the training; None without."""
+    config = trainer.cfg.optimization
+    limits = [config.max_update] if config.max_update > 0 else []
+    if config.max_epoch > 0:
+        # data that are read twice would begin their first epoch twice
+        fresh = trainer.cfg.dataset.train_subset not in trainer.task.datasets
+        epoch = trainer.get_train_iterator(1, load_dataset=fresh, disable_iterator_cache=fresh)
+        batches, groups = len(epoch), config.update_freq
+        rounded = math.floor if config.skip_remainder_batch else math.ceil
+        in_epochs = [groups[min(e, len(groups) - 1)] for e in range(config.max_epoch)]
+        limits.append(sum(rounded(batches / group) for group in in_epochs))
+    return min(limits, default=None)
 
 
 def compare_anew(trainer: Trainer, handle: Handle) -> None:

@@ -437,7 +437,11 @@ class TensorBoard(Track):
 class WandB(Track):
     """Weights & Biases: offline until track.mode=online; never a prompt."""
 
-    project: Annotated[str, TEXT, "project in W&B"] = "nmrun"
+    project: Annotated[
+        str | None,
+        OPTIONAL_TEXT,
+        "project in W&B; null = WANDB_PROJECT in the environment, or nmrun",
+    ] = None
     entity: Annotated[str | None, "user or team; null = the one logged in"] = None
     mode: Annotated[
         str,

@@ -155,6 +155,8 @@ def _launch_side_by_side(
             if sweeper.caught is None:
                 workers.note_killed(folder)
         except _lost_job(launcher) as error:
+            if not any((folder / ".submitit").rglob("*_submitted.pkl")):  # which has a job's id
+                raise RunError(f"no job was submitted: {first_line(error)}") from None
             place = shlex.quote(str(folder.parents[1]))
             raise RunError(
                 "a job ended and reported nothing, as where it is killed or its time is up: "

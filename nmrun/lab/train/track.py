@@ -203,6 +203,8 @@ class WandBLogger:
 
     def __init__(self, run: Any, say: Callable[[str], None] | None = None) -> None:
         self._run, self._say = run, say
+        for loss in ("train/loss", "eval/loss"):
+            run.define_metric(loss, summary="min,last")
 
     def log(self, row: dict[str, Any]) -> None:
         self._run.log(row, step=row["step"])
@@ -233,11 +235,9 @@ def begin_wandb(run: TrackedRun) -> WandBLogger | None:
     import wandb
 
     arguments: dict[str, Any] = {
-        **{key: track[key] for key in ("project", "entity", "notes")},
+        **{key: track[key] for key in ("entity", "notes")},
         "group": track["group"] or run.sweep,
-        "id": run.id,
-        "name": run.name,
-        "tags": run.tags,
+        **_wandb_names(run),
         "dir": str(run.folder),
         "config": run.config,
         "settings": _wandb_settings(wandb, track),
@@ -263,6 +263,21 @@ def begin_wandb(run: TrackedRun) -> WandBLogger | None:
     import pandas  # noqa: F401  # else W&B imports it for the summary, when all else is done
 
     return logger
+
+
+def _wandb_names(run: TrackedRun) -> dict[str, Any]:
+    """Project, tags, id and name: by the config, else by W&B's variables of the environment. Those
+    that name one run are not for the runs of a sweep."""
+    track, variables = run.config["track"], os.environ
+    given = [] if track["tags"] else variables.get("WANDB_TAGS", "").split(",")
+    tags = [*run.tags, *filter(None, map(str.strip, given))]
+    own = {} if run.sweep else variables
+    return {
+        "project": track["project"] or variables.get("WANDB_PROJECT") or "nmrun",
+        "tags": list(dict.fromkeys(tags)),
+        "id": own.get("WANDB_RUN_ID") or run.id,
+        "name": own.get("WANDB_NAME") or run.name,
+    }
 
 
 def _wandb_settings(wandb: Any, track: dict[str, Any]) -> Any:
@@ -343,7 +358,7 @@ class MLflowLogger:
         self._client = client = MlflowClient(place)
         if place in _unreachable:
             raise ConnectionError("its server failed an earlier run of this process")
-        project = track.get("project", "nmrun")
+        project = track.get("project") or "nmrun"
         try:
             known = client.get_experiment_by_name(project)
         except MlflowException:

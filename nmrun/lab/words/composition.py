@@ -135,7 +135,10 @@ def plain_errors() -> Iterator[None]:
     except (HydraException, OmegaConfBaseException) as error:
         if of_interrupt(error):
             raise KeyboardInterrupt from None
-        raise ConfigError(first_line(error)) from None
+        line, cause = first_line(error), error.__cause__
+        if cause is not None and first_line(cause) not in line:
+            line = f"{line.rstrip('.')}: {first_line(cause)}"
+        raise ConfigError(line) from None
 
 
 HYDRAS = ("hydra", "_dummy_empty_config_.yaml")  # in its ConfigStore

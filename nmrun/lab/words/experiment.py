@@ -154,8 +154,12 @@ def load(name: str) -> Experiment:
     Raises ConfigError where there is no such experiment, or the file is none.
     """
     is_file = name.endswith(".yaml")
-    if not is_file:
-        choose("experiment", name, names())
+    if not is_file and name not in names():
+        hint = did_you_mean(name, names()) or (
+            "; it is a table or figure of a paper; a file of yours is experiment=PATH.yaml"
+        )
+        line = no_such("experiment", name, names(), "nmrun help experiment", hint)
+        raise ConfigError(f"experiment={name}: {line}")
     file = Path(name) if is_file else files("nmrun.conf") / "experiment" / f"{name}.yaml"
     content = options.read_yaml(file, f"experiment={name}")
     with refused(f"experiment={name}: ", ValueError):

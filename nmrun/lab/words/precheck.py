@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -219,9 +220,11 @@ class _Look:
                 for key, value in config.items()
             }
             for key in values:
-                group = key.partition(".")[0]
+                group, value = key.partition(".")[0], choice[key]
+                if isinstance(value, str) and "${" in value:
+                    value = _interpolated(base, key, value)
                 if (
-                    not _put(config, key, choice[key], _adds(self.written[key]))
+                    not _put(config, key, value, _adds(self.written[key]))
                     and group not in self.unsure
                 ):
                     self.findings.problems.append(
@@ -270,6 +273,14 @@ class _Look:
             ):
                 self.findings.problems.append(suggestions.line(key, keys | set(self.groups)))
                 del self.values[key]
+
+
+def _interpolated(config: DictConfig, key: str, value: str) -> Any:
+    """What a value of the command line such as ``${oc.env:SEED}`` is in this config."""
+    config = config.copy()
+    OmegaConf.update(config, key, value, force_add=True)
+    resolved = OmegaConf.create(schema.resolve(config))
+    return OmegaConf.select(resolved, key)
 
 
 def _not_sparse(choices: dict[str, Any]) -> str | None:
@@ -325,12 +336,31 @@ def by_hydra(sweeps: Sequence[Sequence[str]], config_dir: str | None) -> bool:
     """Whether Hydra launches the jobs: overrides or a folder of configs say something to it."""
     if any(map(command_line.is_hydras, itertools.chain(*sweeps))):
         return True
-    files = [] if config_dir is None else Path(config_dir).rglob("*.yaml")
-    return any(
-        b"hydra" in file.read_bytes()
-        for file in files
+    if config_dir is None:
+        return False
+    return (Path(config_dir) / "hydra").is_dir() or any(
+        _speaks_to_hydra(file)
+        for file in Path(config_dir).rglob("*.yaml")
         if file.is_file() and os.access(file, os.R_OK)
     )
+
+
+def _speaks_to_hydra(file: Path) -> bool:
+    """Whether a config has keys of Hydra's, or chooses an option of its groups."""
+    text = file.read_text(errors="replace")
+    if re.search(r"^#\s*@package\s+hydra\b", text, re.MULTILINE):
+        return True
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError:  # which is told of where the file is composed
+        return False
+    if not isinstance(content, dict):
+        return False
+    listed = content.get("defaults")
+    entries = listed if isinstance(listed, list) else []
+    names = [str(n) for entry in entries for n in (entry if isinstance(entry, dict) else [entry])]
+    chosen = [name.removeprefix("override ").lstrip("/") for name in names]
+    return "hydra" in content or any(name.startswith("hydra/") for name in chosen)
 
 
 def _launcher(overrides: Sequence[Override], loader: ConfigLoaderImpl) -> tuple[str, list[str]]:

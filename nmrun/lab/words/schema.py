@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -56,6 +59,7 @@ def resolve(composed: DictConfig) -> dict[str, Any]:
             message if not place or place in message else f"{place}: {message}"
         ) from None
     plain.pop("hydra", None)
+    _read_texts(OmegaConf.to_container(composed, resolve=False), plain)
     for group in plain.values():
         if isinstance(group, dict):
             group.pop(SOURCE, None)  # a fact of an earlier run, whose config this was
@@ -66,6 +70,25 @@ def resolve(composed: DictConfig) -> dict[str, Any]:
             **model,
         }  # those of its keys that all models have
     return dict(plain)
+
+
+def _read_texts(written: Any, plain: dict[str, Any]) -> None:
+    """Read a text that an interpolation gave, as ``${oc.env:LR}`` does, as on the command line: where
+    the key takes no such text."""
+    holders: list[tuple[Mapping[str, Check | None], Any, dict[str, Any]]]
+    holders = [(_checks(options.keys("")), written, plain)]
+    holders += [
+        (ranges(group, plain[group]), written[group], plain[group])
+        for group in (*NAMED, *UNNAMED)
+        if isinstance(plain.get(group), dict) and isinstance(written.get(group), dict)
+    ]
+    for checks, before, after in holders:
+        for key, text in before.items():
+            check, value = checks.get(key), after.get(key)
+            interpolated = isinstance(text, str) and "${" in text and isinstance(value, str)
+            if check is not None and interpolated and not check.holds(value):
+                with contextlib.suppress(HydraException):
+                    after[key] = OverridesParser.create().parse_override(f"{key}={value}").value()
 
 
 def problems(plain: dict[str, Any], unsure: Collection[str] = ()) -> list[str]:

@@ -26,7 +26,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.plugins.sweeper import Sweeper
 from runs import result_of
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, RunError
 from nmrun.lab import cli, output
 from nmrun.lab.folders import sweep
 from nmrun.lab.runs import locks
@@ -682,3 +682,23 @@ def test_a_record_is_read_as_it_stands(tmp_path):
         ]
         for line in ends:
             line["status"] = "changed"
+
+
+@pytest.mark.parametrize("submitted", [False, True])
+def test_what_a_queue_refuses_is_not_told_as_a_lost_job(submitted, tmp_path, monkeypatch):
+    errors = pytest.importorskip("submitit.core.utils", reason="needs submitit")
+    folder = tmp_path / ".sweeps" / "one"
+    folder.mkdir(parents=True)
+    record(folder, NOW, 2, [])
+    if submitted:
+        (folder / ".submitit" / "7").mkdir(parents=True)
+        (folder / ".submitit" / "7" / "7_submitted.pkl").touch()
+
+    def launch(flags: list[str], overrides: list[str]) -> int:
+        raise errors.FailedJobError("sbatch: error: invalid partition specified: nope")
+
+    monkeypatch.setattr(jobs, "_launch", launch)
+    with pytest.raises(RunError, match="invalid partition") as caught:
+        jobs._launch_side_by_side(folder, "submitit_slurm", [], [])
+    assert ("no job was submitted" in str(caught.value)) is not submitted
+    assert ("Others may go on" in str(caught.value)) is submitted

@@ -46,7 +46,8 @@ WANDB = {
 @pytest.fixture(autouse=True)
 def logged_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """W&B is as on a new machine."""
-    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for key in ("MODE", "PROJECT", "NAME", "TAGS", "RUN_ID"):
+        monkeypatch.delenv(f"WANDB_{key}", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
 
 
@@ -92,6 +93,36 @@ def test_a_run_is_one_offline_run_of_wandb(tmp_path, monkeypatch):
         assert key.encode() in run, key
     assert f"{result['metrics']['final']['test/accuracy']:.6f}"[:6].encode() in run
     assert not [p for p in run_folder(cfg).rglob("*") if ":" in p.name or " " in p.name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sweep", [None, "some-sweep"])
+@pytest.mark.parametrize("is_set", [False, True])
+def test_the_variables_of_wandb_count_where_the_config_says_nothing(
+    is_set, sweep, tmp_path, monkeypatch
+):
+    """Of a sweep's runs none takes the id or the name of another."""
+    for key, value in {
+        "PROJECT": "theirs", "NAME": "a run", "TAGS": "x, y", "RUN_ID": "abc123",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(f"WANDB_{key}", value)
+    began, init = [], wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **options: began.append(init(**options)) or began[-1])
+    words = {"project": "ours" if is_set else None, "tags": ["mine"] if is_set else []}
+    cfg = {**WANDB, "track": {**WANDB["track"], **words}}
+    run = Tracker(tmp_path, cfg, "0123456789", sweep, 0, lambda _: None)
+    for step, loss in enumerate((3.0, 1.0, 2.0)):
+        run.log({"step": step, "train/loss": loss})
+    run.finish({"test/accuracy": 0.5, "best/test/accuracy": 0.75}, 0)
+    (told,) = began
+    (file,) = offline_runs(tmp_path)
+    names = ["step", "digits", "mlp", "2:8"]
+    assert told.project == ("ours" if is_set else "theirs")
+    assert sorted(told.tags) == sorted([*names, *(["mine"] if is_set else ["x", "y"])])
+    assert told.id == ("0123456789" if sweep else "abc123")
+    assert told.name == ("step 2:8 digits mlp s3" if sweep else "a run")
+    assert b'{"last":2,"min":1}' in file  # of the loss
+    assert b"best/test/accuracy" in file
 
 
 @pytest.mark.parametrize(
@@ -282,6 +313,7 @@ def test_what_wandb_is_told(tmp_path, monkeypatch):
         summary=SimpleNamespace(update=summary.update),
         log=lambda row, step: None,
         finish=lambda exit_code: None,
+        define_metric=lambda key, summary: None,
     )
     monkeypatch.setattr(wandb, "init", lambda **options: asked.update(options) or run)
     cfg = config(tmp_path, "track=wandb", "track.tags=[mine]", "track.git=true", "recipe=ste")

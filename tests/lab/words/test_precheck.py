@@ -13,7 +13,7 @@ import pytest
 from test_schema import composed
 
 from nmrun.lab.words import command_line, precheck, rules, schema
-from nmrun.lab.words.composition import Cache
+from nmrun.lab.words.composition import Cache, config_of
 
 COMPOSED: Cache = {}  # as the sweeps of one command line share them
 
@@ -134,3 +134,55 @@ def test_a_preset_of_a_class_of_ones_own_takes_every_key_of_the_class(tmp_path):
     assert precheck.look(words["strong"], config_dir=config_dir).problems == []
     (problem,) = precheck.look(words["usual"], config_dir=config_dir).problems
     assert problem.startswith("recipe.strength: no such key")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("optimizer/mine.yaml", "# not for hydra/launcher\nname: hydra_sgd\nlr: 0.1\n", False),
+        ("optimizer/mine.yaml", "defaults:\n- sgd\nlr: 0.1\n", False),
+        ("optimizer/mine.yaml", "hydra: [\n", False),
+        ("optimizer/mine.yaml", "defaults: 3\n", False),
+        ("nmrun.yaml", "hydra:\n  job:\n    env_set: {A: b}\n", True),
+        ("debug/mine.yaml", "# @package _global_\ndefaults:\n- override /hydra/launcher: joblib\n", True),
+        ("debug/mine.yaml", "# @package hydra.job\nname: mine\n", True),
+        ("hydra/launcher/mine.yaml", "n_jobs: 2\n", True),
+    ],
+)  # fmt: skip
+def test_hydra_launches_what_a_file_says_something_to(name, text, expected, tmp_path):
+    file = tmp_path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    assert precheck.by_hydra([["seed=1"]], str(tmp_path)) is expected
+    assert precheck.by_hydra([["seed=1", "hydra/launcher=joblib"]], str(tmp_path))
+    assert not precheck.by_hydra([["seed=1"]], None)
+
+
+def test_numbers_may_come_from_the_environment(tmp_path, monkeypatch):
+    """Read as on the command line; a text stays one where the key takes texts."""
+    for key, value in {"SEED": "7", "RATE": "3e-3", "NOTE": "12"}.items():
+        monkeypatch.setenv(key, value)
+    (tmp_path / "optimizer").mkdir()
+    file = "defaults: [adam]\nname: adam\nlr: ${oc.env:RATE}\nweight_decay: ${oc.env:NONE,0.5}\n"
+    (tmp_path / "optimizer" / "mine.yaml").write_text(file)
+    words = ["seed=${oc.env:SEED}", "optimizer=mine", "track.notes=${oc.env:NOTE}"]
+    found = precheck.look(words, False, str(tmp_path))
+    assert (found.problems, found.seeds) == ([], {7})
+    config = config_of(words, str(tmp_path))
+    assert config.plain["seed"] == 7
+    assert config.plain["optimizer"]["lr"] == 0.003
+    assert config.plain["optimizer"]["weight_decay"] == 0.5
+    assert config.plain["track"]["notes"] == "12"
+    monkeypatch.setenv("SEED", "seven")
+    (line,) = precheck.look(words, False, str(tmp_path)).problems
+    assert line.startswith("seed=seven: it takes")
+
+
+@pytest.mark.parametrize(
+    ("key", "cause"), [("timeout_min=abc", "Integer"), ("partitio=low", "LocalQueueConf")]
+)
+def test_hydra_s_cause_is_told(key, cause):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs submitit")
+    words = ["seed=0,1", "hydra/launcher=submitit_local", f"hydra.launcher.{key}"]
+    (line,) = precheck.look(words, True).problems
+    assert cause in line

@@ -83,7 +83,7 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "trainer.limit_evaluation": ([None, 1, 500], [0, 1.5, "all"]),
         "trainer.threads": ([None, 1, 5], [0, 1.5, "all"]),
         "track.mode": (["online", "offline"], ["auto", "of", None]),
-        "track.project": (["nmrun", "mine"], ["", None, 1]),
+        "track.project": (["nmrun", "mine", None], ["", 1]),
         "optimizer.lr": ([1e-3, 1], [0, *NO_NUMBER]),
         "optimizer.weight_decay": ([0.0, 0.1, 1], NO_NUMBER),
         "optimizer.betas": ([[0.9, 0.999], [0, 0.5]], [[0.9], [0.9, 1.0], [0.9, -0.1], 0.9, [0.9, "b"], [0.9, 0.9, 0.9]]),
