@@ -49,9 +49,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
 def _check(models: Sequence[str], words: Sequence[str], multirun: bool = False) -> None:
     composition.register()
     for model in models:
-        job = overrides(Path(), [*NETWORKS[model], *words])
-        if problems := precheck.look(job, multirun).problems:
-            raise ConfigError(problems)
+        precheck.read([overrides(Path(), [*NETWORKS[model], *words])], multirun)
 
 
 def _parser() -> Parser:

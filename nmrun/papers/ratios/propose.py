@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nmrun.errors import ConfigError, first_line
+from nmrun.errors import ConfigError
 from nmrun.lab import verbs
 from nmrun.lab.runs.run_folder import FINAL, RunFolder
 from nmrun.lab.verbs import Parser
@@ -146,17 +146,13 @@ def _config_dir(run: RunFolder) -> str | None:
 
 def _composed(words: Sequence[str], config_dir: str | None) -> Config:
     """The config of these words. ConfigError where the user's own data set or model is not found."""
-    from hydra.errors import HydraException
-
     from nmrun.lab.words import command_line
     from nmrun.lab.words.composition import config_of
 
     try:
         return config_of(command_line.own_recipe(list(words), config_dir), config_dir)
-    except HydraException as error:
-        raise ConfigError(
-            f"its settings cannot be given in a command: {first_line(error)}"
-        ) from None
+    except ConfigError as error:
+        raise ConfigError(f"its settings cannot be given in a command: {error}") from None
 
 
 def _settings(config: Config, config_dir: str | None) -> list[str]:
