@@ -33,20 +33,22 @@ def prepared(folder: Path, words: list[str]) -> tuple[TrainingSteps, Callable[[]
     """A run that is built, and its next step."""
     config = composed(folder, [*WORDS, *words])
     steps = TrainingSteps(config, build.build(config))
-    steps.model.train()
+    steps.parts.model.train()
 
     def step() -> None:
-        steps.train_step(*divmod(steps.step, steps.task.batches_per_epoch), measure_flips=False)
-        steps.losses, steps.logged_step = [], steps.step
+        steps.train_step(
+            *divmod(steps.step, steps.parts.task.batches_per_epoch), measure_flips=False
+        )
+        steps.losses = []
 
     return steps, step
 
 
 def zeros(steps: TrainingSteps) -> float:
     """The share of the squared ReLUs' own zeros."""
-    with torch.no_grad(), steps.activations.measured() as sums:
-        steps.task.loss(steps.model, steps.task.micro_batches(0, 0, 1)[0])
-    return steps.activations.shares(sums)["activation_zeros"]
+    with torch.no_grad(), steps.parts.activations.measured() as sums:
+        steps.parts.task.loss(steps.parts.model, steps.parts.task.micro_batches(0, 0, 1)[0])
+    return steps.parts.activations.shares(sums)["activation_zeros"]
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nmrun.lab.show.style import COLOURS, GREY, looks
+from nmrun.lab.show.style import COLOURS, GREY, looks, save
 
 HERE = Path(__file__).parent / "results"
 OUT = Path(__file__).parents[1] / "docs" / "pictures" / "speed.svg"
@@ -84,7 +84,7 @@ def main() -> None:
         draw(right, steps, "training step, GPT, 6 layers of width 512")
         left.set_ylabel("times as fast as dense")
         OUT.parent.mkdir(exist_ok=True)
-        figure.savefig(OUT, metadata={"Date": None})
+        save(figure, OUT)
 
 
 if __name__ == "__main__":

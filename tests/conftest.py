@@ -136,7 +136,8 @@ def write(tmp_path: Path):
         config: dict = {
             "dataset": {"name": "digits"}, "model": {"name": "small_conv", "channels": [32, 64]}, "recipe": {"name": recipe},
             "sparsity": {"n": n, "m": m}, "optimizer": {"name": "adam", "lr": 0.001}, "schedule": {"name": "constant"},
-            "trainer": {"epochs": 12, "clip": None, "device": "auto"}, "track": {"name": "local"}, "seed": seed, "output_dir": "outputs",
+            "trainer": {"epochs": 12, "clip": None, "device": "auto", "distill": None}, "track": {"name": "local"}, "seed": seed,
+            "init": None, "output_dir": "outputs",
         }  # fmt: skip
         status, loss = str(other.pop("status", "finished")), other.pop("loss", None)
         root = tmp_path / str(other.pop("root", "outputs"))

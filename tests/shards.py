@@ -131,7 +131,7 @@ def check_shards(loop: Loop) -> None:
         counts = ranks.gathered(parameter._local_tensor.numel())
         assert sum(counts) == parameter.numel()
         assert max(counts) - min(counts) <= parameter.numel() / parameter.shape[0]
-        for key, value in loop.steps.optimizer.state.get(parameter, {}).items():
+        for key, value in loop.parts.optimizer.state.get(parameter, {}).items():
             if key == "nmrun_first_mask":
                 assert value.numel() == -(-parameter.numel() // 8)
             elif value.dim():
@@ -261,7 +261,7 @@ def main(output_dir: str) -> None:
 
     def watched(loop: Loop, *args: Any) -> bool:
         done = train(loop, *args)
-        if loop.steps.in_step:
+        if loop.strategy.in_step:
             check_shards(loop)
         return done
 

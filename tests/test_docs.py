@@ -56,14 +56,14 @@ def test_the_library_examples_run(page):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_are_accepted(command, tmp_path, monkeypatch):
     words = shlex.split(command)[1:]
-    if words[0] in OPTIONS_OF_HYDRA:
+    if words and words[0] in OPTIONS_OF_HYDRA:
         return
     monkeypatch.chdir(tmp_path)
     (tmp_path / "saliency.py").write_text(*blocks(ROOT / "docs/own-recipe.md", "python"))
     (tmp_path / "wikitext-2").mkdir()
     for name in ("valid", "test"):
         (tmp_path / f"wikitext-2/{name}.txt").touch()
-    if words[0] in cli.all_verbs():
+    if words and words[0] in cli.all_verbs():
         assert is_parsed(words)
         return
     monkeypatch.setattr(rules, "DEVICES", (str(tmp_path),))  # a machine with a GPU

@@ -271,7 +271,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no recipe class": ({"recipe": "collections.Counter"}, ValueError, "is not a subclass of nmrun.recipes.base.Recipe"),
     "no pattern": ({"pattern": "4:2"}, ConfigError, "4:2 is not an N:M pattern: it takes 1 <= N <= M"),
     "wrong hyperparameter": ({"recipe": "sr_ste", "decai": 1.0}, TypeError, "decai: no such hyperparameter; did you mean decay"),
-    "one of several": ({"recipe": "step", "total_steps": 9, "swich": 0.5}, TypeError, "did you mean switch.*it has switch, t_min"),
+    "one of several": ({"recipe": "step", "total_steps": 9, "swich": 0.5}, TypeError, "did you mean switch"),
     "none at all": ({"recipe": "ste", "decay": 1.0}, TypeError, r"ste: decay: no such hyperparameter"),
     "an argument misspelt": ({"patern": "1:4"}, TypeError, r"ste: patern: no such hyperparameter; did you mean pattern\?"),
     "no such layer": ({"exclude": ["2", "head"]}, ValueError, "exclude: 'head' matches no layer's whole name; there are 0, 2, 4"),

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nmrun.lab.compare.notation import written
-from nmrun.lab.show.style import COLOURS, GREY, looks
+from nmrun.lab.show.style import COLOURS, GREY, looks, save
 
 DOCS = Path(__file__).parents[1]
 RECIPES = (
@@ -81,7 +81,7 @@ def main() -> None:
             label=f"with a teacher, {taught:.1f} s more",
         )
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-        figure.savefig(DOCS / "pictures" / "retraining.svg", metadata={"Date": None})
+        save(figure, DOCS / "pictures" / "retraining.svg")
 
 
 if __name__ == "__main__":

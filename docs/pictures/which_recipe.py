@@ -6,6 +6,7 @@ python docs/pictures/which_recipe.py
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import nmrun
+from nmrun.lab.show.style import INK, for_dark_pages
 
 DOCS = Path(__file__).parents[1]
 RATIOS = ("2:4", "1:4", "1:8", "1:16")
@@ -125,7 +127,7 @@ def cell(axes: Axes, x: float, y: float, found: pd.Series, digits: int) -> None:
     depth = max(-1.0, min(1.0, found.deviations / MOST))
     colour = matplotlib.colormaps["PuOr"](0.5 + 0.4 * depth)
     axes.add_patch(matplotlib.patches.Rectangle((x - 0.5, y - 0.5), 1, 1, color=colour, lw=0))
-    ink = "white" if abs(depth) > 0.85 else "#1a1a1a"
+    ink = "white" if abs(depth) > 0.85 else "black"  # the cell's own, on light and dark pages
     text = f"{found.shown:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
     axes.text(x, y, text, ha="center", va="center", fontsize=6.5, color=ink)
     if found.p < 0.05:
@@ -145,12 +147,19 @@ def prices() -> Iterator[tuple[str, dict[str, str]]]:
 
 def main() -> None:
     with matplotlib.rc_context(
-        {"svg.hashsalt": "which", "svg.fonttype": "path", "font.family": "DejaVu Sans"}
+        {
+            "svg.hashsalt": "which",
+            "svg.fonttype": "path",
+            "font.family": "DejaVu Sans",
+            "text.color": INK,
+        }
     ):
         figure = Figure(figsize=(11, 3.2), layout="constrained")
         draw(figure.subplots())
         place = DOCS / "pictures" / "which_recipe.svg"
-        figure.savefig(place, metadata={"Date": None})
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        place.write_bytes(for_dark_pages(buffer.getvalue()))
 
 
 if __name__ == "__main__":

@@ -148,8 +148,9 @@ def fuse(model: nn.Module, sample: Any, tolerance: float | None) -> list[Choice]
         sizes = [(inputs[shapes], count) for shapes, count in counts]
         path, layer, reason = _fastest(group[0], sizes, tolerance)
         for module in group:
-            for parent, name in list(places(model, module)) if path else ():
-                parent._modules[name] = copy.deepcopy(layer).eval()
+            if path:
+                for parent, name in list(places(model, module)):
+                    parent._modules[name] = copy.deepcopy(layer).eval()
             if reason:
                 choices.append(Choice(names[module], path, reason, always_dense=True))
     return choices
@@ -165,8 +166,9 @@ def _kind(module: nn.Module) -> Callable[[Any, Tensor, bool], dict[str, nn.Modul
 def _fastest(
     module: nn.Module, sizes: Sequence[tuple[tuple[Tensor, ...], int]], tolerance: float | None
 ) -> tuple[str | None, nn.Module, str]:
-    """The path and layer that is right and takes less than a module for inputs of some sizes, each so
-    often, else None and the module; and why, with the times of the commonest size."""
+    """Find a layer that computes the same as a module in less time. ``sizes`` are inputs, each with
+    how often it occurs. Returns the path and the layer, or None and the module itself if none is
+    right and faster; and the reason, with the times of the commonest size."""
     find, (first, _) = _kind(module), max(sizes, key=lambda size: size[1])
     assert find is not None
     ways, wrong = find(module, first[0], tolerance is not None), []

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import nmrun
 from nmrun import atomic
 from nmrun.errors import ConfigError, RunError, leads, refuse
-from nmrun.lab import verbs
+from nmrun.lab import output, verbs
 from nmrun.lab.signals import of_interrupt
 from nmrun.registry import find, installed
 
@@ -52,7 +52,7 @@ def main() -> int:
     except (KeyError, OSError):  # a container's user without a name, for which torch asks
         os.environ["LOGNAME"] = f"uid{os.getuid()}"
     try:
-        with verbs.ends_quietly():
+        with output.ends_quietly():
             try:
                 return _main(sys.argv[1:])
             except ConfigError as error:
@@ -74,7 +74,7 @@ def _main(argv: list[str]) -> int:
         os.getcwd()
     except FileNotFoundError:
         raise ConfigError("the current folder does not exist any more; change to another") from None
-    if "--help" in argv or "-h" in argv:  # wherever it stands
+    if "--help" in argv or "-h" in argv:  # at any place of the line
         argv = ["--help", *(word for word in argv if word not in ("--help", "-h"))]
         if len(argv) > 1 and _is_verb(argv[1]):
             which = [word for word in argv[2:3] if argv[1] == "bench" and word[:1] != "-"]
@@ -88,10 +88,10 @@ def _main(argv: list[str]) -> int:
         _complete_verbs()
     if argv and _is_verb(argv[0], argv[1:]):
         return _run(argv[0], argv[1:])
-    if "--version" in argv:  # Hydra's own says its version
+    if "--version" in argv:  # Hydra's own --version prints Hydra's version
         print(f"nmrun {nmrun.__version__}")
         return 0
-    verbs.waiting("checking the settings")
+    output.waiting("checking the settings")
     from nmrun.lab.sweeps import jobs
     from nmrun.lab.words import command_line
 
@@ -131,8 +131,9 @@ def _is_verb(word: str, following: Sequence[str] = ()) -> bool:
     if word in names:
         return True
     if following and following[0][:1] == "=":
-        first, *rest = following
-        spelt = word + first + "".join(rest[:1] if first == "=" else [])
+        first = following[0]
+        value = following[1] if first == "=" and len(following) > 1 else ""
+        spelt = word + first + value
         raise ConfigError(f"{word} {first}: write {spelt}, without spaces around the =")
     from nmrun.lab.words import suggestions
 
@@ -140,7 +141,7 @@ def _is_verb(word: str, following: Sequence[str] = ()) -> bool:
 
 
 def _topic(word: str) -> str:
-    """What help is asked for beside an override: its option of a group, or its key."""
+    """The topic of a help that is asked for with an override: its option of a group, or its key."""
     key, _, value = word.partition("=")
     return key if "." in key or "," in value or key in ("seed", "output_dir") else word
 

@@ -74,7 +74,7 @@ def any_of(flag: bool) -> bool:
 
 
 def each_of_any(*flags: bool) -> tuple[bool, ...]:
-    """Say of each of several flags, at the cost of one, what :func:`any_of` says."""
+    """As :func:`any_of` for several flags, in one communication."""
     if world() == 1:
         return flags
     votes = torch.tensor([float(flag) for flag in flags])
@@ -126,7 +126,9 @@ def share_statistics(model: nn.Module) -> None:
     DDP broadcasts them only before a forward pass in training, in which each rank then adds its own
     batch.
     """
-    for module in model.modules() if world() > 1 else ():
+    if world() == 1:
+        return
+    for module in model.modules():
         for buffer in module.buffers(recurse=False):
             if buffer.is_floating_point():
                 dist.broadcast(buffer, src=0)

@@ -1,6 +1,6 @@
-"""Signals that end a run: SIGINT, SIGTERM, SIGHUP of a terminal that closes, SIGXCPU of ``ulimit -t``,
-and SIGUSR1, which Slurm sends before the time is up (``--signal=USR1@60``). One that the parent has
-ignored, as ``nohup`` and ``&`` in a script do, stays so.
+"""Signals that end a run: SIGINT, SIGTERM, SIGHUP when a terminal closes, SIGXCPU of ``ulimit -t``,
+and SIGUSR1, which Slurm sends before the time is up (``--signal=USR1@60``). A signal that the
+parent ignores, as under ``nohup`` or ``&`` in a script, stays ignored.
 
 Schedulers, ``timeout`` and shells send them to all processes of a job. A step is finished and saved
 first; where nothing is to be saved, a signal acts at once.
@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, Literal
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1)
-LAUNCHERS = signal.SIGUSR2  # submitit's; of no meaning where no launcher handles it
+LAUNCHERS = signal.SIGUSR2  # submitit's signal, without effect where no launcher handles it
 # Seconds within which a second SIGTERM is the first one's echo: ``timeout`` and ``torchrun`` send
 # it to the group and to the process.
 ECHO = 2.0
@@ -33,8 +33,8 @@ def heeded() -> list[signal.Signals]:
 
 @functools.cache
 def ends_with(parent: int) -> bool:
-    """Let SIGTERM reach this process when ``parent``, which may have started it, ends, on Linux.
-    Returns whether it has started it: always what it was at the first call."""
+    """On Linux, let this process get SIGTERM when ``parent`` ends, if that has started it. Returns
+    whether it has; later calls return the first answer."""
     if os.getppid() != parent:
         return False
     with contextlib.suppress(AttributeError, OSError):
@@ -61,10 +61,12 @@ class Signals:
     def __enter__(self) -> Signals:
         self._process = os.getpid()
         _at_work.append(self)
-        launcher = [LAUNCHERS] if _foreign(signal.getsignal(LAUNCHERS)) else []
+        numbers = list(heeded())
+        if _foreign(signal.getsignal(LAUNCHERS)):
+            numbers.append(LAUNCHERS)
         # not in the main thread: whoever runs us there handles signals
         with contextlib.suppress(ValueError):
-            for number in (*heeded(), *launcher):
+            for number in numbers:
                 self._former[number] = signal.signal(number, self._catch)
         return self
 
@@ -76,7 +78,7 @@ class Signals:
 
     @contextlib.contextmanager
     def set(self, then: Literal["act", "interrupt", "wait"]) -> Iterator[None]:
-        """While entered, a signal does this; one that was caught before included."""
+        """While entered, a signal has this effect, also one that was caught before."""
         before, self.then = self.then, then
         try:
             if self.caught is not None and self._raises():
@@ -98,21 +100,21 @@ class Signals:
         return self.then == "interrupt" or (self.then == "act" and not self.passed_on())
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a process that was forked has its own end
+        if os.getpid() != self._process:  # a forked process ends by itself
             self.__exit__()
             os.kill(os.getpid(), number)
         elif self.caught is None:
             self.caught, self._since = number, time.monotonic()
             if self._raises():
                 raise KeyboardInterrupt
-        elif number == signal.SIGXCPU:  # it comes each second from the limit on
+        elif number == signal.SIGXCPU:  # it comes every second once the limit is reached
             return
         elif number == signal.SIGINT or time.monotonic() - self._since > ECHO:
             self.__exit__()
             os.kill(os.getpid(), number)
 
 
-_at_work: list[Signals] = []  # what is entered in this process
+_at_work: list[Signals] = []  # the contexts that are entered in this process
 
 
 def end_run(number: int) -> bool:
@@ -127,8 +129,8 @@ def end_run(number: int) -> bool:
 
 
 def of_interrupt(error: BaseException | None) -> bool:
-    """Whether an error is a KeyboardInterrupt, or came of one: clean-up in Hydra and OmegaConf that
-    was cut off raises others in its place."""
+    """Whether an error is a KeyboardInterrupt or was caused by one: interrupted clean-up in Hydra
+    and OmegaConf raises other errors."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)
@@ -156,8 +158,8 @@ def blocked_while_forking() -> Iterator[None]:
 
 
 def left_to_parent() -> None:
-    """Let the training alone end this process, which reads data for it. A signal to the whole group
-    ends a step first, and that step needs its data."""
+    """Ignore signals in this process, which reads data for the training and is ended by it. After a
+    signal to the whole group a step is finished first, and needs its data."""
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # not on macOS

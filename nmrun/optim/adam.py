@@ -229,7 +229,9 @@ class AdamW(Adam):
 
 def first_state(group: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
     """Adam's state of a parameter before its first step, as torch makes it."""
-    moments = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
+    moments = ["exp_avg", "exp_avg_sq"]
+    if group["amsgrad"]:
+        moments.append("max_exp_avg_sq")
     on_device = group.get("fused") or group.get("capturable")
     return {
         "step": torch.zeros((), dtype=torch.float32, device=p.device if on_device else None),

@@ -69,14 +69,15 @@ def permute_inputs(
         f"input channels not permuted of {_listed(names)}: {reason}"
         for reason, names in by_reason.items()
     ]
-    rest = sentences[MOST_SENTENCES:]  # a network may have a reason for each layer
-    return sentences[:MOST_SENTENCES] + (
-        [f"and {len(rest)} more sentences like these"] if rest else []
-    )
+    if len(sentences) > MOST_SENTENCES:  # a network may have a reason for each layer
+        rest = len(sentences) - MOST_SENTENCES
+        sentences[MOST_SENTENCES:] = [f"and {rest} more sentences like these"]
+    return sentences
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    text = ", ".join(names[:8])
+    return f"{text} and {len(names) - 8} more" if len(names) > 8 else text
 
 
 def _by_channels(

@@ -10,6 +10,7 @@ A subclass is a dataclass: its fields are the hyperparameters, under the names o
 from __future__ import annotations
 
 import contextlib
+import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -268,8 +269,11 @@ class Recipe:
             self.step = now
 
     def say(self, text: str, kind: str = "", **facts: Any) -> None:
-        """Note an event of this step: a sentence for readers, a ``kind`` and ``facts`` for programs."""
-        self.events.append(Event(self.step, text, kind, facts))
+        """Note an event of this step: a sentence for readers, a ``kind`` and ``facts`` for programs.
+        Python's logger ``nmrun`` has the sentence too."""
+        event = Event(self.step, text, kind, facts)
+        self.events.append(event)
+        logging.getLogger("nmrun").info(str(event))
 
 
 def check_hyperparameters(recipe: Recipe) -> None:

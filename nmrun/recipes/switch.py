@@ -111,7 +111,7 @@ class Switch:
             return None
         measure, event = before
         if event is not None:
-            event.synchronize()  # of the step before: it has passed, or is about to
+            event.synchronize()  # it was recorded a step ago, so this waits little or not at all
         return float(measure)
 
     def _copied_to_cpu(self) -> tuple[Tensor, torch.Event | None]:

@@ -1,6 +1,6 @@
 """``nmrun.sparse_activations``: N:M activations in the feed-forward layers of a model.
 
-They hang on modules, as forward hooks, and know nothing of weights: any recipe goes with them.
+They are forward hooks of modules and know nothing of weights, so any recipe can be used with them.
 """
 
 from __future__ import annotations
@@ -68,11 +68,12 @@ class SparseActivations:
         ]
 
     def at(self, step: int) -> None:
-        """Say which step the next forward passes belong to, counted from 0."""
+        """Set the step, counted from 0, that the next forward passes belong to."""
         self.sparse = self.sparse_at(step)
 
     def sparse_at(self, step: int) -> bool:
-        """Whether activations are pruned in a step, counted from 0; beyond the last as in the last."""
+        """Whether activations are pruned in a step, counted from 0. Steps after the last count as
+        the last."""
         if self.pattern is None or self.sparse_steps is None:
             return self.pattern is not None
         return min(step, self._last_step) in self.sparse_steps
@@ -253,7 +254,7 @@ def _(activations: Tensor, n: int, m: int, v: int) -> Tensor:
 
 
 def _remember(ctx: Any, inputs: Any, output: Tensor) -> None:
-    ctx.save_for_backward(output)  # the next layer keeps it anyway
+    ctx.save_for_backward(output)  # the next layer saves it in any case
 
 
 def _pass_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

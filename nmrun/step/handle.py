@@ -100,8 +100,8 @@ class Handle:
 
     def refresh(self) -> None:
         """Write the projections of the dense weights into the parameters, as every step does, also
-        after a step that failed half-way. What others wrote there since the last step is lost, except
-        in a dense phase."""
+        after a step that failed half-way. Anything else that was written there since the last step
+        is lost, except in a dense phase."""
         self.stepper.refresh()
 
     @torch.no_grad()
@@ -138,7 +138,7 @@ class Handle:
             return
         self._reshard()
         evaluates = self.stepper.shows_final
-        if not evaluates:  # what is written there is no dense weight
+        if not evaluates:  # what is written there must not become a dense weight
             self.stepper.notice_changes()
         # layers would compute with copies of the projected weights, packed or pruned again
         layers = [w.layer for w in self.sparse if w.layer is not None and w.layer.active]
@@ -199,7 +199,7 @@ class Handle:
 
     def __repr__(self) -> str:
         lines = self._layers()
-        widths = [max(len(line[i]) for line in lines) for i in range(3)] if lines else []
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
         if self.left_dense:
             rows.append(f"dense: {by_reason(self.left_dense)}")
@@ -318,7 +318,7 @@ class Handle:
             weight.forget_dense()
 
     def _warn_of_late(self) -> None:
-        """Warn of weights that stayed dense since they were trained from a later step on alone."""
+        """Warn of weights that stayed dense because they were trained only from a later step on."""
         owned = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         trained = {
             n for n, p in self.model.named_parameters() if p.requires_grad and id(p) in owned
@@ -383,7 +383,7 @@ class Handle:
             torch.clear_autocast_cache()
 
     def _projections(self, model: Average) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each sparse weight, the parameter of an average and what it is to become."""
+        """For each sparse weight: the parameter of an average, and the value that it is to get."""
         self._check_not_abandoned()
         weights = self.sparse or self.finished
         parameters = counterparts(model, self.model, [weight.name for weight in weights])
@@ -448,8 +448,8 @@ def check_finished(
 
 
 def counterparts(average: Average, model: nn.Module, names: Sequence[str]) -> list[Tensor]:
-    """The parameters of these names in a copy of the model, also inside wrappers (EMA, DDP,
-    compiled), or in the list of its parameters. Raises ConfigError where there is none."""
+    """Find the parameters of these names in a copy of the model, which may be wrapped (EMA, DDP,
+    compiled), or in the list of its parameters. Raises ConfigError if one is missing."""
     parameters: dict[str, Tensor]
     if isinstance(average, nn.Module):
         parameters = {plain_name(name): p for name, p in average.named_parameters()}
@@ -469,7 +469,7 @@ def counterparts(average: Average, model: nn.Module, names: Sequence[str]) -> li
 
 
 def _by_position(average: list[Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Name a list of parameters: of all that the model has, or of those that are trained."""
+    """Give names to a list of parameters: all of the model's, or those that are trained."""
     every = list(model.named_parameters())
     trained = [(name, p) for name, p in every if p.requires_grad]
     for named in (every, trained):

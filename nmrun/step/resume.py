@@ -1,4 +1,4 @@
-"""What of a sparse training is saved with the optimizer, and how it comes back.
+"""What is saved of a sparse training with the optimizer, and how it is restored.
 
 The recipe's clock lies in ``optimizer.param_groups[0]["nmrun"]`` (plain data), the weights' tensors
 in ``optimizer.state[parameter]``. So whoever saves and loads model and optimizer resumes exactly.
@@ -40,8 +40,8 @@ class SettingsEntry:
 
 
 class Resume:
-    """Completes the optimizer's state dict with the recipe's clock and the weights' tensors, and
-    gives recipe and weights what was loaded.
+    """Adds the recipe's clock and the weights' tensors to the optimizer's state dict, and restores
+    both when a state dict is loaded.
 
     ``refresh`` writes the projections of the dense weights into the parameters.
 
@@ -58,7 +58,7 @@ class Resume:
     ) -> None:
         self.optimizer, self.recipe, self.weights = optimizer, recipe, weights
         self.refresh = refresh
-        # weights of which the optimizer had no state of its own before the state dict was made
+        # weights for which the optimizer had no state before the state dict was made
         self._without: list[SparseWeight] = []
         # by weight: its own tensors, which torch would cast to the dtype of the parameter
         self._apart: dict[str, dict[str, torch.Tensor]] = {}
@@ -78,7 +78,7 @@ class Resume:
                 self._room.setdefault(plain[match[1]], {})[last] = saved
 
     def _fill_room(self) -> None:
-        """Make the optimizer's state of each weight have just the keys that will be loaded."""
+        """Give the optimizer's state of each weight exactly the keys that will be loaded."""
         for weight in self.weights:
             saved_tensors = self._room.get(weight.name, {})
             state = self.optimizer.state[weight.parameter]
@@ -120,7 +120,7 @@ class Resume:
             self.loaded = False
             check_settings(saved_settings(state_dict.get("param_groups") or ()), recipe, weights)
             original(state_dict, *args, **kwargs)
-            if not self.loaded:  # the hooks have not seen it
+            if not self.loaded:  # no hook was called
                 self._after_loading()
 
         optimizer.load_state_dict = load
@@ -130,13 +130,13 @@ class Resume:
         self.optimizer.param_groups[0][KEY] = self._entry
 
     def put(self) -> None:
-        """Put all that is saved into the optimizer, where its copies have it too."""
+        """Put everything that is saved into the optimizer, so that its copies have it too."""
         self.put_clock()
         for weight in self.weights:
             weight.put_state(self.optimizer)
-            state = self.optimizer.state.get(weight.parameter) or {}
-            for key in self._looked_for if state else ():
-                state.setdefault(key, torch.zeros(()))
+            if state := self.optimizer.state.get(weight.parameter):
+                for key in self._looked_for:
+                    state.setdefault(key, torch.zeros(()))
 
     def _before_saving(self) -> None:
         state = self.optimizer.state
@@ -158,9 +158,10 @@ class Resume:
         for weight in self._without:
             weight.pop_state(self.optimizer)
         self.put_clock()
-        for group in state_dict["param_groups"] if state_dict["state"] else ():
-            for number in group["params"]:
-                state_dict["state"].setdefault(number, {})
+        if state_dict["state"]:
+            for group in state_dict["param_groups"]:
+                for number in group["params"]:
+                    state_dict["state"].setdefault(number, {})
 
     def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Check what is loaded, and take the weights' own tensors out: torch would cast them, and its
@@ -188,13 +189,13 @@ class Resume:
         apart, self._apart = self._apart, {}
         settings = saved_settings(self.optimizer.param_groups)
         self.loaded = settings is not None
-        if settings is None:  # saved without nmrun: the recipe goes on from where it is
+        if settings is None:  # it was saved without nmrun: the recipe stays where it is
             self.put()
             return
         dtypes = dtypes_of(settings)
         for weight in self.weights:
-            weight.clear()  # a tensor that is not among the saved ones is gone
-            weight.pop_state(self.optimizer, dtypes)  # where no hook saw the load
+            weight.clear()  # tensors that were not saved must not stay
+            weight.pop_state(self.optimizer, dtypes)  # for a load that called no hook
             usual = str(weight.parameter.dtype).removeprefix("torch.")
             for key, value in apart.get(weight.name, {}).items():
                 name = key.removeprefix(PREFIX)

@@ -29,7 +29,7 @@ from nmrun.step.resume import (
     saved_settings,
 )
 
-# packages whose optimizers wrap the one that steps, and the attributes that have it
+# packages whose optimizers wrap another one, and the attribute that holds it
 WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "fairseq")
 INSIDE = ("optimizer", "_optimizer")
 
@@ -263,8 +263,8 @@ def _refuse_second(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_ambiguous(model: nn.Module, sparse: Sequence[str]) -> None:
-    """Refuse a sparse weight that has another parameter's name without what wrappers add: states and
-    averages, whose wrappers differ, would give one the values of the other."""
+    """Refuse a sparse weight whose name, without what wrappers add, is also another parameter's.
+    Where wrappers differ, a saved state or an average would give one the values of the other."""
     same: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
         same.setdefault(plain_name(name), []).append(name)
@@ -277,7 +277,7 @@ def _refuse_ambiguous(model: nn.Module, sparse: Sequence[str]) -> None:
 
 
 def _refuse_masked(model: nn.Module) -> None:
-    """Refuse layers of ModelOpt's, which multiply their weight by a mask whenever it is read."""
+    """Refuse ModelOpt's layers, which multiply their weight by a mask whenever it is read."""
     for name, module in model.named_modules():
         by = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
         if "modelopt" in by and getattr(module, "_weight_mask", None) is not None:
@@ -318,7 +318,7 @@ def _install_products(
 
 
 class _Undo:
-    """Makes model and optimizer what they were, after :func:`sparsify` failed."""
+    """Restores model and optimizer after :func:`sparsify` failed."""
 
     def __init__(
         self,

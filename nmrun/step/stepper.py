@@ -15,10 +15,10 @@ In this order::
 
 from __future__ import annotations
 
-import logging
 import sys
 import warnings
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -38,15 +38,61 @@ from nmrun.sparsity.projections import WeightBatch, edit_gradients
 from nmrun.sparsity.weight import LIVE, SparseWeight
 from nmrun.step.resume import KEY, Resume, makes_state
 
-# steps between comparisons that find writes into ``.data``; the first steps are compared too
+# every so many steps all values are compared, which finds writes into ``.data``; also at first
 COMPARED_EVERY = 500
-WRITTEN_AT_MOST = 2  # steps in a row before which others may write the weights
+WRITTEN_AT_MOST = 2  # steps in a row before which others may write into the weights
 REPLACED = (
     "is no longer the parameter that was made sparse (a new layer, load_state_dict(assign=True), "
     "to_empty or fully_shard after sparsify?): make the optimizer and call sparsify after that"
 )
 # the code of the wrapper that torch puts around ``step`` to run hooks
 HOOKED = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
+
+
+@dataclass
+class OpenStep:
+    """A step of the optimizer that has begun and not ended.
+
+    Attributes:
+        skipped: whether it changes nothing (loss scaling overflowed).
+        takes_state: whether it found the weights' tensors in the optimizer's state.
+        calls: of the optimizer's ``step``; two where one calls another.
+        in_one_pass: the weights that the optimizer projects, with the rule of each.
+    """
+
+    skipped: bool
+    takes_state: bool
+    calls: int = 1
+    in_one_pass: dict[SparseWeight, Rule] = field(default_factory=dict)
+
+
+@dataclass
+class OutsideWrites:
+    """The writes into the weights by others than the optimizer.
+
+    Attributes:
+        last: the step before which the last was found.
+        in_a_row: how many steps in a row had one.
+        warned: whether the user was.
+    """
+
+    last: int | None = None
+    in_a_row: int = 0
+    warned: bool = False
+
+    def need_comparison_before(self, step: int) -> bool:
+        """Whether all values are compared before this step, since a write into ``.data`` leaves no
+        other trace."""
+        return (
+            step <= WRITTEN_AT_MOST
+            or self.last in (step - 1, step)
+            or step % COMPARED_EVERY == COMPARED_EVERY - 1
+        )
+
+    def note(self, step: int) -> None:
+        if self.last != step:
+            self.in_a_row = self.in_a_row + 1 if self.last == step - 1 else 1
+            self.last = step
 
 
 class Stepper:
@@ -74,17 +120,11 @@ class Stepper:
         self.followers: list[Callable[[str, int, Tensor], None]] = [self.mask_metrics.reorder]
         self.optimizer = optimizer
         self.measured: dict[str, float] = {}
-        self._open = 0  # steps that have begun and not ended: two where one calls another
-        self._skipped = False  # whether the present step changes nothing (loss scaling overflowed)
-        self._popped = False  # whether it found tensors in the optimizer's state
-        self._written = 0  # steps in a row before which others wrote the weights
-        self._last_written = -2  # the last of them
-        self._has_warned = False  # of weights that others wrote
-        self._logged_events = 0  # how many of the recipe's events were logged
-        self._in_one_pass: dict[SparseWeight, Rule] = {}  # those that the present step projects
+        self._step: OpenStep | None = None  # stays after a step that failed
+        self._outside = OutsideWrites()
         self._batch, self._packers = WeightBatch(), layer.Packers()
-        self._compared = False  # whether it was seen that all weights, and ranks, are in place
-        self._checked = False  # whether the recipe's own masks were
+        # made once: the check of parameters before the first step, and that of the first own masks
+        self._places_checked = self._masks_checked = False
         self._hooks: list[Any] = []
         self.resume = Resume(optimizer, recipe, sparse, self.refresh)
         captured = any(group.get("capturable") for group in optimizer.param_groups)
@@ -99,42 +139,45 @@ class Stepper:
             ]
             self.resume.put_clock()
         self.refresh()
-        self._log_events()
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         # where a step calls super().step(), torch may run the hooks of both
-        if self._open and _is_nested(optimizer):
-            self._open += 1
+        if self._step is not None and _is_nested(optimizer):
+            self._step.calls += 1
             return None
-        self._open = 1
         self.recover()
         answer = closure_first(args, kwargs)
-        self._skipped = skipped_by_loss_scaling(optimizer) or makes_state(optimizer, self.sparse)
-        self._popped = any(optimizer.state.get(weight.parameter) for weight in self.sparse)
+        self._step = step = OpenStep(
+            skipped=skipped_by_loss_scaling(optimizer) or makes_state(optimizer, self.sparse),
+            takes_state=any(optimizer.state.get(weight.parameter) for weight in self.sparse),
+        )
         for weight in self.sparse:  # also where it is skipped: torch's fused Adam reads its state
             weight.pop_state(optimizer)
-        if self._skipped:
+        if step.skipped:
             return answer
-        if not self._compared:
-            if replaced := next((w.name for w in self.sparse if w.is_replaced()), ""):
-                raise RunError(f"{replaced} {REPLACED}")
-            self._compared = True
-            if agree_over_ranks(self.recipe, self.sparse):
-                self.refresh()
+        if not self._places_checked:
+            self._check_places()
         self.notice_changes()
         if self.measure_flips:
             self.mask_metrics.before()
         self.recipe.before_step(self.sparse, optimizer)
-        self._in_one_pass = {}
         if not self.recipe.dense_forward:
-            self._in_one_pass = self._plan(optimizer)
-            rest = [weight for weight in self.sparse if weight not in self._in_one_pass]
+            step.in_one_pass = self._plan(optimizer)
+            rest = [weight for weight in self.sparse if weight not in step.in_one_pass]
             self._edit_gradients([weight for weight in rest if weight.grad is not None])
             for weight in rest:
                 weight.show_dense()
         return answer
+
+    def _check_places(self) -> None:
+        """Raise RunError where a parameter was replaced since; make the ranks agree."""
+        if replaced := next((w.name for w in self.sparse if w.is_replaced()), ""):
+            raise RunError(f"{replaced} {REPLACED}")
+        self._places_checked = True
+        if agree_over_ranks(self.recipe, self.sparse):
+            self.refresh()
 
     def recover(self) -> None:
         """After a step that failed half-way, let the parameters be the projected weights again."""
@@ -142,7 +185,8 @@ class Stepper:
             self.refresh()
 
     def _plan(self, optimizer: torch.optim.Optimizer) -> dict[SparseWeight, Rule]:
-        """Let the optimizer carry out the rule inside its step; returns ``_in_one_pass``."""
+        """Let the optimizer carry out the rule inside its step; returns the weights that
+        it projects, with the rule of each."""
         recipe = self.recipe
         if not isinstance(optimizer, Adam) or not recipe.is_rule_alone:
             return {}
@@ -166,14 +210,20 @@ class Stepper:
     def _after_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self._open -= 1
-        if self._skipped and self._popped and not self._open:
-            self.resume.put()
-        if self._skipped or self._open:
+        step = self._step
+        if step is None:  # made sparse inside this step
+            return
+        step.calls -= 1
+        if step.calls:
+            return
+        self._step = None
+        if step.skipped:
+            if step.takes_state:
+                self.resume.put()
             return
         for weight in self.sparse:
             weight.show_projected()
-        versions = {weight: _versions(weight, rule) for weight, rule in self._in_one_pass.items()}
+        versions = {weight: _versions(weight, rule) for weight, rule in step.in_one_pass.items()}
         self.recipe.step += 1
         if self.recipe.step - 1 == self.recipe.total_steps:
             self.warn(
@@ -188,7 +238,7 @@ class Stepper:
         # the recipe may have changed the weight, the mask or anything else since it was projected
         unchanged = {
             weight
-            for weight, rule in self._in_one_pass.items()
+            for weight, rule in step.in_one_pass.items()
             if not self.recipe.dense_forward
             and _versions(weight, rule) == versions[weight]
             and rule.projects_as(self.recipe.rule(weight))
@@ -197,26 +247,20 @@ class Stepper:
         self.measured = self.mask_metrics.after(optimizer) if self.measure_flips else {}
         self.resume.put()
         self.resume.loaded = False
-        self._log_events()
 
     def pop_events(self) -> list[Event]:
-        events, self.recipe.events[:], self._logged_events = list(self.recipe.events), [], 0
+        events, self.recipe.events = self.recipe.events, []
         return events
 
-    def _log_events(self) -> None:
-        for event in self.recipe.events[self._logged_events :]:
-            logging.getLogger("nmrun").info(str(event))
-        self._logged_events = len(self.recipe.events)
-
     def warn(self, sentence: str, kind: str = "") -> None:
-        """Note an event that nobody plans, and warn of it."""
+        """Note an unexpected event, and warn of it."""
         self.recipe.say(sentence, kind)
         warnings.warn(f"nmrun: {self.recipe.events[-1]}", stacklevel=2)
 
     @torch.no_grad()
     def refresh(self, projected: Collection[SparseWeight] = ()) -> None:
-        """Write the projections of the dense weights into the parameters, as after every step; but of
-        the weights ``projected``, which have them."""
+        """Write the projections of the dense weights into the parameters, as after every step. The
+        weights ``projected`` have theirs already."""
         self.shows_final = False
         for weight in self.sparse:
             weight.show_projected()
@@ -236,16 +280,17 @@ class Stepper:
                 for follow in weight.dependents:
                     follow(weight)
             self._packers.pack([w.layer for w in self.sparse if w.layer is not None])
-            if self.recipe.is_sparse and self.recipe.chooses and not self._checked:
+            own_masks = self.recipe.chooses and self.recipe.is_rule_alone
+            if own_masks and self.recipe.is_sparse and not self._masks_checked:
                 self._check_masks()
-        torch.clear_autocast_cache()  # it has the weights from before
+        torch.clear_autocast_cache()  # it still has the old weights
         for weight in self.sparse:
             weight.note()
 
     def _check_masks(self) -> None:
         """Raise RunError where the first masks that a recipe chooses itself are not N:M."""
-        self._checked = True
-        for weight in self.sparse if self.recipe.is_rule_alone else ():
+        self._masks_checked = True
+        for weight in self.sparse:
             values = weight.weight
             # a NaN is kept beside the N largest
             if not values.is_meta and not weight.holds() and not values.isnan().any():
@@ -277,30 +322,24 @@ class Stepper:
         if self.recipe.dense_forward:
             return
         step = self.recipe.step
-        thorough = (
-            step <= WRITTEN_AT_MOST
-            or self._last_written in (step - 1, step)
-            or step % COMPARED_EVERY == COMPARED_EVERY - 1
-        )
+        thorough = self._outside.need_comparison_before(step)
         changed: list[SparseWeight] = []
         for weight in self.sparse:
             elsewhere = weight.dense.device != weight.weight.device
             if weight.is_cast() or elsewhere or weight.is_stored_otherwise(weight.dense):
                 weight.restore("dense", weight.dense)
-                if not weight.moved():  # rounded weights may be equal, and the mask another
+                if not weight.moved():  # rounding can make weights equal, and so change the mask
                     self.recipe.project(weight, weight.weight)
             if (weight.moved() or weight.is_elsewhere() or thorough) and self.differs(weight):
                 changed.append(weight)
         if not changed:
             return
-        if self._last_written != step:
-            self._written = self._written + 1 if self._last_written == step - 1 else 1
-            self._last_written = step
+        self._outside.note(step)
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         subject = f"{changed[0].name}{more} changed outside the optimizer"
-        if self._written > WRITTEN_AT_MOST:
+        if self._outside.in_a_row > WRITTEN_AT_MOST:
             raise RunError(
-                f"step {step}: {subject} before each of {self._written} steps, and each time "
+                f"step {step}: {subject} before each of {self._outside.in_a_row} steps, and each time "
                 "the dense weights are lost. Give sparsify the optimizer that moves the weights (it "
                 "may not step in the backward pass). Write weights inside handle.dense_weights()"
             )
@@ -308,10 +347,10 @@ class Stepper:
             weight.dense.copy_(weight.weight)  # the tensor that the optimizer's state has
             self.recipe.project(weight, weight.weight)  # the rule reads what is pruned from it
         sentence = f"{subject}: the new values are the dense weights"
-        if self._has_warned or step == 0:  # before the first step they are loaded
+        if self._outside.warned or step == 0:  # before the first step they are loaded
             self.recipe.say(sentence, "outside")
         else:
-            self._has_warned = True
+            self._outside.warned = True
             self.warn(sentence, "outside")
 
     def differs(self, weight: SparseWeight) -> bool:
@@ -327,8 +366,8 @@ class Stepper:
         )
 
     def leave(self) -> None:
-        """Take hooks and tensors out of the optimizer; the parameters stay as they are. Where that was
-        done before, the optimizer may have another training's by now."""
+        """Take hooks and tensors out of the optimizer; the parameters stay as they are. A second
+        call does nothing: by then the optimizer may belong to another training."""
         if not self.sparse:
             return
         for weight in self.sparse:
@@ -345,9 +384,9 @@ class Stepper:
 def closure_first(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Evaluate the closure of a step now, since gradients are edited before the step. ``args``:
-    those of ``step``, the optimizer first. Returns the arguments with a closure that returns the
-    loss; None where there was no closure."""
+    """Evaluate the closure of a step now, since gradients are edited before the step. ``args`` and
+    ``kwargs`` are those of ``step``, the optimizer first. Returns them with a closure that only
+    returns the loss, or None if there was no closure."""
     closure = kwargs.get("closure")
     if closure is None:
         closure = next((a for a in args[1:] if callable(a)), None)
@@ -361,21 +400,21 @@ def closure_first(
 
 
 def _versions(weight: SparseWeight, rule: Rule) -> list[int]:
-    """How often the tensors were written that the projection is made of."""
+    """How often the tensors that the projection depends on were written."""
     tensors = (weight.dense, rule.mask, rule.soft_threshold_scale)
     return [tensor._version for tensor in tensors if tensor is not None]
 
 
 def _hook(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch.compile out of a hook, and mark it as nmrun's."""
+    """Keep torch.compile out of a hook, and mark the hook as nmrun's."""
     run = breaks_graph(hook)
     run.nmrun = True  # type: ignore[attr-defined]
     return run
 
 
 def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of the optimizer was called by another step of it. The calls on the stack
-    tell. A count of hooks would also take the step after one that failed for such a step."""
+    """Whether a step of the optimizer was called by another step of it, by the calls on the stack.
+    A count of hooks would mistake the step after a failed one for such a step."""
     frame: FrameType | None = sys._getframe()
     depth = 0
     while frame is not None:

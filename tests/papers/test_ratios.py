@@ -393,8 +393,16 @@ def test_a_run_with_a_network_and_a_recipe_of_ones_own(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wide_net.py").write_text(OWN)
     (tmp_path / "mine" / "model").mkdir(parents=True)
-    (tmp_path / "mine/model/wide.yaml").write_text("name: wide\n_target_: wide_net.build\nwidth: 8")
-    words = ("model=wide", "model.width=16", "recipe._target_=wide_net.Mine", "recipe.share=0.25")
+    (tmp_path / "mine/model/wide.yaml").write_text(
+        "name: wide\n_target_: wide_net.build\nwidth: 8\nexclude: null\n"
+    )
+    words = (
+        "model=wide",
+        "model.width=16",
+        "recipe._target_=wide_net.Mine",
+        "recipe.share=0.25",
+        "model.exclude=null",
+    )
     small = ("trainer.epochs=1", "trainer.limit_batches=2", "track=local")
     run = nmrun.run(["--config-dir", "mine", *words, *small, "sparsity=2:4"])
     capsys.readouterr()

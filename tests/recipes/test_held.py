@@ -145,7 +145,7 @@ def test_who_has_masks_of_its_own_keeps_them(recipe):
     optimizer = nmrun.optim.Adam(model.parameters())
     with pytest.raises(
         ValueError,
-        match=rf"^{recipe} has masks of its own: transposable ones are for .*\(asp, sr_ste, ste, ste_periodic, step, sqft, t_sr_ste\)",
+        match=rf"^{recipe} has masks of its own: transposable ones",
     ):
         nmrun.sparsify(
             model, optimizer, recipe, "2:4", 10, input_gradient="transposable", exclude=None

@@ -108,8 +108,7 @@ def test_switch_step_is_the_oracles(curve, case, beta2, dead):
     step, settled = oracle(measured(grads, beta2))
     switched, event = run(grads, rule, beta2, **options)
     assert switched == step
-    assert ("the variance has settled" if settled else "t > t_max = 100") in event
-    assert ("t > t_min = 20" in event) == (settled and step == 21)  # the bound has decided
+    assert event == ("rule" if settled else "t_max")
 
 
 def test_every_rule_decides_between_its_bounds_somewhere():

@@ -178,7 +178,7 @@ class ActivationShape:
     @property
     def paths(self) -> tuple[str, ...]:
         """What is tried."""
-        return ("dense", *((ONEDNN,) if onednn.available() else ()), NAME)
+        return ("dense", ONEDNN, NAME) if onednn.available() else ("dense", NAME)
 
     def __str__(self) -> str:
         size = f"{self.columns} to {self.rows}, {self.tokens} tokens"
@@ -258,7 +258,7 @@ def pack_activations(
         rows = module.weight.numel() // size[-1]
         shape = ActivationShape(rows, size[-1], size.numel() // size[-1], role, pattern)
         small = shape.multiplications < probe.SMALLEST
-        if small or not _plain(module, layers.get(module)):
+        if small or not _has_plain_products(module, layers.get(module)):
             continue
         times = agreed(shape, known, functools.partial(probe.measured, shape, by=measure))
         name = f"{names[module]}.weight"
@@ -300,7 +300,7 @@ def _best(
     )
 
 
-def _plain(module: Any, layer: Layer | None) -> bool:
+def _has_plain_products(module: Any, layer: Layer | None) -> bool:
     """Whether a layer computes X W^T and its gradients by whatever way, and no estimates of them."""
     current = getattr(own_forward(module), "__module__", "nmrun.fast.")
     other = layer is not None and (layer.mvue or layer.fp8 or layer.other_input_gradient)

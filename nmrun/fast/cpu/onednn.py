@@ -37,8 +37,9 @@ def dtypes() -> set[torch.dtype]:
     """Of inputs and weights that oneDNN may multiply faster than torch's default here."""
     if not available():
         return set()
-    low = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return {torch.float32, *([torch.bfloat16] if low else [])}
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return {torch.float32, torch.bfloat16}
+    return {torch.float32}
 
 
 def best_gradient(times: Mapping[str, Times]) -> str:

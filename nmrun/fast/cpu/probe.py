@@ -78,11 +78,14 @@ class LinearShape:
     @property
     def paths(self) -> tuple[str, ...]:
         """What is tried."""
-        low = self.dtype == torch.bfloat16 and not bf16.KERNELS.obstacle()
-        sparse = ("packed", *(LOW if low else ())) if self.pattern else ()
-        plain = self.dtype == torch.float32 and self.mvue is None
-        dense = (ONEDNN,) if plain and onednn.available() else ()
-        return ("dense", *dense, *sparse)
+        paths = ["dense"]
+        if self.dtype == torch.float32 and self.mvue is None and onednn.available():
+            paths.append(ONEDNN)
+        if self.pattern:
+            paths.append("packed")
+            if self.dtype == torch.bfloat16 and not bf16.KERNELS.obstacle():
+                paths += LOW
+        return tuple(paths)
 
     def __str__(self) -> str:
         kinds = (f" {self.pattern}" if self.pattern else "") + (

@@ -121,9 +121,9 @@ def compare_anew(trainer: Trainer, handle: Handle) -> None:
             return
         for compared in (checkpoint_utils.save_checkpoint, command.should_stop_early):
             vars(compared).pop("best", None)
-        saves = trainer.should_save_checkpoint_on_current_rank
-        for path in folder.glob("checkpoint.best_*.pt") if saves else ():
-            path.rename(path.with_name(f"dense_{path.name}"))
+        if trainer.should_save_checkpoint_on_current_rank:
+            for path in folder.glob("checkpoint.best_*.pt"):
+                path.rename(path.with_name(f"dense_{path.name}"))
 
     handle.optimizer.register_step_pre_hook(before)
     handle.optimizer.register_step_post_hook(after)

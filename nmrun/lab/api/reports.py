@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare.comparison import Query, compare, keys, lines
-from nmrun.lab.compare.runs import filtered, read, summary, typed
-from nmrun.lab.show import cli, plots
+from nmrun.lab.compare.runs import filtered, read_runs, summary, typed
+from nmrun.lab.show import plots
 from nmrun.lab.show.style import Layout
 from nmrun.lab.verbs import files_of_the_command
 from nmrun.registry import choose
@@ -37,7 +37,7 @@ def runs(path: Paths = "outputs", filter: Sequence[str] | str = ()) -> pd.DataFr
             settings that do not differ.
     """
     with files_of_the_command():
-        return summary(filtered(read(_texts("path", path)), _conditions(filter)))
+        return summary(filtered(read_runs(_texts("path", path)), _conditions(filter)))
 
 
 def table(
@@ -83,7 +83,7 @@ def table(
         baseline=baseline or "", overall=overall,
     )  # fmt: skip
     with files_of_the_command():
-        comparison = compare(read(_texts("path", path), strict=verify), query, intact=verify)
+        comparison = compare(read_runs(_texts("path", path), strict=verify), query, intact=verify)
     head, *cells = lines(comparison)
     frame = pd.DataFrame(cells, columns=head, dtype=object)
     frame = typed(frame.loc[:, ~frame.columns.duplicated()])  # the metric is a label, too
@@ -133,14 +133,14 @@ def plot(
         ConfigError: as :func:`table`, and where runs of several data sets or models would need
             several figures.
     """
-    choose("kind", kind, cli.PLOTS)
+    choose("kind", kind, plots.PLOTS)
     query = Query(
         keys(rows), keys(cols), keys(metric), _conditions(filter), baseline=baseline or ""
     )
     query, over = plots.along(x, kind, query)
     layout = Layout(title, width, height, labels or {}, ylim, over)
     with files_of_the_command():
-        figures = plots.plot(read(_texts("path", path)), query, kind, layout)
+        figures = plots.plot(read_runs(_texts("path", path)), query, kind, layout)
     if len(figures) > 1:
         raise ConfigError(
             f"these are {len(figures)} figures, one for each data set and model; choose one by filter, "

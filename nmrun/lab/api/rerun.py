@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nmrun.errors import ConfigError, RunError
+from nmrun.lab.consent import confirmed
 from nmrun.lab.folders import settings, status
 from nmrun.lab.runs.run_folder import CONFIG, RESULT, RunFolder
-from nmrun.lab.verbs import Parser, agreed
+from nmrun.lab.verbs import Parser
 from nmrun.lab.words import command_line
 
-# what a plain override of a key has not: a class, an interpolation, a place for a config
+# signs of more than a plain value: a class, an interpolation, a package
 MARKS = ("_target_", "${", "@")
 
 
@@ -58,14 +59,14 @@ def main(argv: Sequence[str]) -> int:
     print(status.typed((place, shlex.join(["nmrun", *words]))), flush=True)
     if (code := _code(original, options.run)) and not options.yes:
         question = f"{', '.join(code)} of {options.run} may run any code. Run it?"
-        if not agreed("rerun", question):
+        if not confirmed("rerun", question):
             print("nothing done")
             return 0
     os.chdir(place or ".")
     if words[:1] == ["prune"]:
         from nmrun.lab.pruning import prune
 
-        return prune.main([*words[1:], *["--yes"] * options.yes])
+        return prune.main([*words[1:], "--yes"] if options.yes else words[1:])
     from nmrun.lab.sweeps import jobs
 
     return jobs.main(words)

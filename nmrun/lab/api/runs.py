@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab import verbs
+from nmrun.lab import consent
 from nmrun.lab.compare.runs import collect, summary
 from nmrun.lab.folders import sweep as record
 from nmrun.lab.folders.sweep import recorded
@@ -196,7 +196,7 @@ class Result:
             with unchanged():  # building draws random numbers
                 run = finished_run.read(self.folder)
                 # what was asked for here is trusted, and no more
-                trusted = verbs.code_of(run.result["config"]) == verbs.code_of(self.config)
+                trusted = consent.code_of(run.result["config"]) == consent.code_of(self.config)
                 run = replace(run, trusted=trusted)
                 return finished_run.network(run)[0]
         except (ValueError, RuntimeError) as error:

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from nmrun.errors import extra
-from nmrun.lab.verbs import Parser, quantity
+from nmrun.lab.output import quantity
+from nmrun.lab.verbs import Parser
 
 # inputs and outputs of the layers in the speed table
 SHAPES = (
@@ -30,8 +31,8 @@ def installed_version() -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what there is, test the 2:4 paths and measure a little; returns 1 if something needed
-    is missing."""
+    """Print what is installed, test the 2:4 paths and measure briefly; returns 1 if something
+    necessary is missing."""
     Parser(prog="nmrun doctor", description="What this machine offers to nmrun.").parse_args(argv)
     import torch
 
@@ -131,8 +132,8 @@ def cusparselt() -> str:
 
 
 def accelerated() -> Iterator[tuple[str, str]]:
-    """Which 2:4 paths compute the right thing on the first GPU, and how fast those are against the
-    dense product."""
+    """Which 2:4 paths give right results on the first GPU, and their speed against the dense
+    product."""
     import torch
 
     from nmrun.errors import first_line

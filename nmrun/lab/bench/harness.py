@@ -1,6 +1,5 @@
-"""What benchmarks share: clocks, rounds in which the arms take turns, what these sum up to, on what
-machine it was, and how it is printed and written.
-"""
+"""What benchmarks share: clocks, rounds in which the arms take turns, medians of these, the
+description of the machine, and the report."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ import torch
 from nmrun.errors import ConfigError, RunError, first_line
 from nmrun.fast.gpu.kernels.cusparselt import loaded_cusparselt
 from nmrun.kernels.compiler import cpuinfo
+from nmrun.lab.output import quantity
 from nmrun.lab.show.formats import aligned
-from nmrun.lab.verbs import quantity
 
 # bytes that are written between two measurements on a GPU: more than any L2, and time for the host
 # to get ahead
@@ -43,7 +42,7 @@ Machine = dict[str, Any]
 
 
 def hardware(device: torch.device | str = "cpu") -> Machine:
-    """Where the numbers come from, as plain data: what is needed to compare them with others."""
+    """A description of the machine as plain data, so that numbers can be compared with others."""
     device, cpu = torch.device(device), platform.processor() or platform.machine()
     facts = cpuinfo()
     if {"model name", "cpu family", "model"} <= facts.keys():
@@ -136,16 +135,18 @@ def cpu_clock_name() -> str:
 def rounds(
     arms: Mapping[Arm, Call], count: int, clock: Callable[[Call], float], warm_up: int = 2
 ) -> dict[Arm, list[float]]:
-    """The times of ``count`` rounds, as of :func:`turns`; ``warm_up`` rounds before do not count."""
+    """The times of ``count`` rounds, as of :func:`timed_rounds`; ``warm_up`` rounds before do not count."""
     for _ in range(warm_up):
         for call in arms.values():
             clock(call)
-    return by_arm(list(itertools.islice(turns(arms, clock), count)))
+    return by_arm(list(itertools.islice(timed_rounds(arms, clock), count)))
 
 
-def turns(arms: Mapping[Arm, Call], clock: Callable[[Call], float]) -> Iterator[dict[Arm, float]]:
-    """Rounds without an end: each times every arm once, in an order shuffled anew, so that a machine
-    that grows slower or faster meanwhile favours none."""
+def timed_rounds(
+    arms: Mapping[Arm, Call], clock: Callable[[Call], float]
+) -> Iterator[dict[Arm, float]]:
+    """Endless rounds. Each times every arm once, in a new random order, so that a machine that
+    slows down or speeds up favours none."""
     shuffled, collecting = random.Random(0), gc.isenabled()
     while True:
         gc.disable()
@@ -202,7 +203,7 @@ class Case(NamedTuple):
 
 
 class Comparison:
-    """The measurement of a case. What is known of it so far is there at any moment."""
+    """The measurement of a case, which can be read at any moment."""
 
     def __init__(self) -> None:
         self.first: dict[Any, float] = {}
@@ -212,7 +213,7 @@ class Comparison:
     def measure(self, case: Case, count: int, clock: Callable[[Call], float]) -> None:
         """Make each arm and print its first time, then let the arms take turns.
 
-        An arm that fails is left out with its reason, and with the first all others.
+        An arm that fails is left out, with its reason. If the first one fails, so are all others.
         """
         calls: dict[Any, Call] = {}
         for arm, make in case.arms.items():
@@ -230,7 +231,7 @@ class Comparison:
             else:
                 calls[arm] = call
                 note(f"{case.name}, {label(arm)}: {self.first[arm]:.3g} ms at first")
-        for times in itertools.islice(turns(calls, clock), count):
+        for times in itertools.islice(timed_rounds(calls, clock), count):
             self.whole.append(times)
 
     @property
@@ -307,7 +308,7 @@ class Benchmark(NamedTuple):
 def run(name: str, benchmark: Benchmark, out: Path | None, command: str) -> None:
     """Measure case by case, then print the page and with ``out`` write it as .md and .json.
 
-    What is there is reported also where an error or Ctrl-C is the end.
+    After an error or Ctrl-C the results so far are reported.
     """
     rows: list[Row] = []
     try:
@@ -339,12 +340,12 @@ def report(
     if out:
         stem = f"{name}_{'gpu' if benchmark.device.type == 'cuda' else 'cpu'}"
         about = {"benchmark": name, "command": command, "hardware": machine}
-        record = {**about, "rows": [_plain(row) for row in rows]}
+        record = {**about, "rows": [_rounded(row) for row in rows]}
         (out / f"{stem}.md").write_text(text + "\n")
         (out / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _plain(row: Row) -> Row:
+def _rounded(row: Row) -> Row:
     return {
         key: float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value
         for key, value in row.items()

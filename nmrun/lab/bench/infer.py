@@ -2,10 +2,8 @@
 and with N:M weights by ``nmrun.deploy``, in the precisions that this machine multiplies.
 
 Weights are random. A ``packed`` arm has them pruned by magnitude; ``packed_compiled`` is compiled as
-well. Times on a GPU are between two events and have in them what the host takes to launch; on a CPU
-they are those of the wall, with one thread the CPU time of the process, threads of runtimes among
-it.
-"""
+well. On a GPU times are between two events, and include the host's launches. On a CPU they are wall
+times; with one thread, the CPU time of the whole process."""
 
 from __future__ import annotations
 
@@ -30,13 +28,13 @@ from nmrun.lab.bench.harness import Benchmark, Call, Case, Row, quartiles, ratio
 from nmrun.lab.bench.networks import ENCODERS, IMAGE_SIDES
 from nmrun.lab.bench.options import PACKED_ARMS, PRECISIONS
 from nmrun.lab.bench.peers import BF16, FLOAT32, INT8
-from nmrun.lab.verbs import quantity
+from nmrun.lab.output import quantity
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import nm_mask
 
 Arm = tuple[str, str, str]  # precision, kind, pattern
 CPU_RATIOS = "2:4", "1:4", "1:8", "1:16"
-# how far off the outputs of an arm may be, as a share of their norm
+# the largest error of an arm's outputs, as a share of their norm
 TOLERANCES = {FLOAT32: 1e-3, BF16: 0.05, INT8: 0.2}
 
 
@@ -162,8 +160,8 @@ def chosen(
     kinds: Sequence[str], patterns: Sequence[Pattern], precisions: Sequence[str] | None,
     device: torch.device,
 ) -> list[Arm]:  # fmt: skip
-    """The arms that this device can have. ConfigError for a precision that it has not, and where
-    none is left."""
+    """The arms that this device supports. ConfigError for an unsupported precision, and where no
+    arm is left."""
     on_gpu = device.type == "cuda"
     supported = {
         FLOAT32: not on_gpu,
@@ -258,8 +256,9 @@ def page(rows: list[Row], device: torch.device) -> str:
                 lambda row: f"{harness.spread(row, row['base'])} {row[row['base'] + '_by']}",
             ),
         ]
-    numbers = ", ".join(f"{name} {number}" for name, number in peers.versions().items())
-    return "\n\n".join([*parts, *([numbers] if numbers else [])])
+    if versions := peers.versions():
+        parts.append(", ".join(f"{name} {number}" for name, number in versions.items()))
+    return "\n\n".join(parts)
 
 
 def size_text(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""What others make of a dense network: arms of ``nmrun bench infer``.
+"""Dense networks by other libraries: arms of ``nmrun bench infer``.
 
 OpenVINO is not needed (nmrun's extra ``bench``).
 """

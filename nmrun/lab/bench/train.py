@@ -31,25 +31,24 @@ from nmrun.sparsity.select import select
 
 
 def nmruns_loop(config: Config, steps: int, facts: Row) -> Call:
-    """A stretch of nmrun's training; ``facts`` gets what there is to say of it."""
+    """Steps of nmrun's training as a function; its figures are put into ``facts``."""
     loop = TrainingSteps(config, parts := build(config))
-    loop.model.train()
-    facts["items"] = sum(loop.task.sizes(0, 0, 1))
-    if loop.handle.sparse:
+    parts.model.train()
+    facts["items"] = sum(parts.task.sizes(0, 0, 1))
+    if parts.handle.sparse:
         by_products = sum(choice.is_sparse for choice in parts.accelerated)
-        facts["layers"] = f"{by_products} of {len(loop.handle.sparse)}"
+        facts["layers"] = f"{by_products} of {len(parts.handle.sparse)}"
 
     def stretch() -> None:
         for _ in range(steps):
-            loop.train_step(*divmod(loop.step, loop.task.batches_per_epoch), measure_flips=False)
-            # as if a row was logged
-            loop.losses, loop.logged_step = loop.losses[-1:], loop.step - 1
+            loop.train_step(*divmod(loop.step, parts.task.batches_per_epoch), measure_flips=False)
+            loop.losses = loop.losses[-1:]  # as if a row was logged
 
     return stretch
 
 
 def plain_loop(config: Config, steps: int, pattern: Pattern | None = None) -> Call:
-    """A stretch of a loop of a few lines, with the masks of a pattern or dense."""
+    """Steps of a loop of a few lines as a function, with the masks of a pattern or dense."""
     parts = build(config)
     model, task, accumulate = parts.model.train(), parts.task, config.trainer.accumulate
     if pattern:
@@ -107,8 +106,8 @@ def case(
     loops: Mapping[str, Callable[[Row], Call]],
     steps: int,
 ) -> Case:
-    """The comparison of some loops of ``steps`` steps a stretch, dense first; each gets a row for
-    what there is to say of it."""
+    """The comparison of some loops, dense first, of which a call makes ``steps`` steps; each is
+    given a row for its figures."""
     facts: dict[str, Row] = {arm: {} for arm in loops}
 
     def rows(times: dict[str, list[float]], wrong: dict[str, str]) -> list[Row]:

@@ -2,7 +2,7 @@
 
 ::
 
-    runs = read(["outputs/digits"])
+    runs = read_runs(["outputs/digits"])
     text = render(compare(runs, Query(baseline="dense")), "markdown")
 """
 
@@ -17,6 +17,7 @@ import pandas as pd
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare import overall
+from nmrun.lab.compare.conditions import Condition
 from nmrun.lab.compare.notation import Key, label, named
 from nmrun.lab.compare.runs import (
     Lines,
@@ -27,7 +28,6 @@ from nmrun.lab.compare.runs import (
     verify,
 )
 from nmrun.lab.compare.tables import Run, Table, against, build, settings_apart
-from nmrun.lab.folders.settings import Condition
 
 GROUPS = ("dataset", "model")  # of which each has a table
 ALL = "all cells"
@@ -36,14 +36,13 @@ PARTS = 12  # tables that settings make; of more they are rows
 
 @dataclass(frozen=True)
 class Query:
-    """What is asked of some runs.
+    """A question about runs.
 
     ``rows`` and ``cols`` are config keys, or ``metric`` where there are several ``metrics`` (by
-    default that of the task). ``filter`` has conditions ``KEY=VALUE`` or ``KEY!=VALUE``. In a cell stands
-    ``statistic``: ``mean``, ``median`` or ``best``, with ``digits`` after the point, or as many as
-    the deviation leaves. ``baseline`` is the row that others are compared with, by a paired
-    t-test; ``overall``: over all cells as well.
-    """
+    default that of the task). ``filter`` has conditions ``KEY=VALUE`` or ``KEY!=VALUE``. A cell
+    shows ``statistic``: ``mean``, ``median`` or ``best``, with ``digits`` after the point, or as
+    many as the deviation justifies. ``baseline`` is the row that others are compared with, by a
+    paired t-test; ``overall``: over all cells as well."""
 
     rows: tuple[str, ...] = ()
     cols: tuple[str, ...] = ()
@@ -74,13 +73,13 @@ class Query:
 
     @property
     def groups(self) -> list[str]:
-        """What makes tables of their own, where it is no row or column."""
+        """The keys whose values have a table each, unless they are rows or columns."""
         keys = (*self.row_keys, *self.column_keys)
         return [key for key in GROUPS if key not in keys]
 
 
 def keys(names: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Names with commas between, or a sequence of such texts; one that is given twice counts once."""
+    """Names separated by commas, or a sequence of such texts; repeated names count once."""
     text = names if isinstance(names, str) else ",".join(names or ())
     return tuple(dict.fromkeys(text.split(","))) if text else ()
 
@@ -100,8 +99,8 @@ def compare(runs: pd.DataFrame, query: Query, intact: bool = False) -> Compariso
     Likewise where a cell would average over runs that differ in more than their seed.
     """
     _check(runs, query)
-    beside = filtered(runs, [text for text in query.filter if not _is_of_recipe(text)])
-    dense = beside[beside["sparsity"] == "dense"]
+    every = filtered(runs, [text for text in query.filter if not _is_of_recipe(text)])
+    dense = every[every["sparsity"] == "dense"]
     runs = filtered(runs, query.filter)
     if intact:
         verify(runs)
@@ -118,7 +117,7 @@ def _is_of_recipe(condition: str) -> bool:
 
 
 def _has_like(runs: pd.DataFrame, part: pd.DataFrame, groups: Sequence[str]) -> bool:
-    """Whether some run is of the data set and model that all of a part are of."""
+    """Whether some run has the data set and model of a part."""
     return bool(runs[groups].isin(part[groups].to_dict("list")).all(axis=1).any())
 
 
@@ -141,7 +140,7 @@ def _check(runs: pd.DataFrame, query: Query) -> None:
     table_keys = (*query.row_keys, *query.column_keys)
     for key in table_keys:
         check_name(key, settings, "key")
-    # without a finished run there are no metrics to know, but failures to show
+    # without a finished run the metrics are not known, but failures can be shown
     if (runs["status"] == "finished").any():
         for metric in query.metrics:
             check_name(metric, metrics, "metric")
@@ -152,7 +151,7 @@ def _check(runs: pd.DataFrame, query: Query) -> None:
 
 
 def check_labels(tables: Sequence[Table], labels: Iterable[str]) -> None:
-    """Raise ConfigError for a name of ``labels`` that stands nowhere in the tables."""
+    """Raise ConfigError for a name of ``labels`` that occurs nowhere in the tables."""
     groups = (*GROUPS, "optimizer")
     known = {table.shared[key] for table in tables for key in groups if key in table.shared}
     for table in tables:
@@ -230,7 +229,7 @@ def _of_rows(comparison: Comparison) -> Lines:
 
 @dataclass(frozen=True)
 class TableSection:
-    """The table of some runs, and the settings that tell them from the other parts."""
+    """The table of some runs, and the settings that distinguish them from the other parts."""
 
     table: Table
     settings: dict[str, str]

@@ -1,8 +1,5 @@
-"""What a comparison is written with: the names of rows, columns and metrics, and numbers.
-
-Names are as a command line has them, or as papers write them. Numbers have their unit, the digits
-that their spread leaves, and a real minus sign.
-"""
+"""How comparisons write names and numbers. Names are as on a command line, or as in papers. Numbers
+have their unit, the digits that their spread justifies, and a real minus sign."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from nmrun.recipes import RECIPES
 MINUS = "\N{MINUS SIGN}"
 NEGLIGIBLE = 1e-6  # a spread that is a smaller share of the value is rounding
 THOUSANDS = " kMGTPEZY"  # of FLOPs
-# of metrics by which no run is compared unless somebody asks; a task says it of its own metric
+# of metrics that are compared only if asked for; a task says it of its own metric
 LOWER_IS_BETTER = {
     *("loss", "perplexity", "bits_per_token", "bits_per_character", "bits_per_byte"),
     *("seconds", "training_seconds"),
@@ -104,7 +101,7 @@ def scale(metric: str) -> float:
 
 
 def unit(metric: str, difference: bool = False) -> str:
-    """What ``printed`` counts in: ``%``, ``percentage points``, ``s``, ``FLOPs``, or nothing."""
+    """The unit of ``printed``: ``%``, ``percentage points``, ``s``, ``FLOPs``, or nothing."""
     if "accuracy" in metric:
         return "percentage points" if difference else "%"
     return "s" if metric == "seconds" else "FLOPs" if metric.startswith("flops/") else ""
@@ -200,7 +197,7 @@ def by_split(metrics: Mapping[str, float], metric: str) -> str:
 
 
 def label(value: Any) -> str:
-    """A config value as a command line has it, on one line; ``-`` for a key that the run has not."""
+    """A config value as on a command line, in one line; ``-`` for a key that the run does not have."""
     text = "-" if value != value else ranges.value_text(value)
     return BREAK.sub(" ", text) if "\n" in text else text
 
@@ -219,12 +216,12 @@ def short(label: str) -> str:
 
 
 def named(key: str, label: str) -> str:
-    """A label that says of what it is, where it is a setting: ``lr=0.001``."""
+    """A label, with its key if it is a setting: ``lr=0.001``."""
     return f"{key.rpartition('.')[2]}={short(label)}" if "." in key else short(label)
 
 
 def words(keys: Key, labels: Key) -> str:
-    """The labels of a row or column, without a dash for what a run has not."""
+    """The labels of a row or column, without dashes."""
     pairs = zip(keys, labels, strict=True)
     return " ".join(named(key, label) for key, label in pairs if label != "-") or "-"
 

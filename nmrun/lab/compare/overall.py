@@ -1,8 +1,8 @@
 """One difference to the baseline over all cells of some tables: is a recipe better on the whole?
 
 Perplexities and accuracies have no unit in common. So a cell is measured in the standard deviation
-of a run over its seeds there: the median over the rows that are not compared. A unit of the
-compared rows would be small by chance where differences are, and make them look certain. Every cell
+of a run over its seeds there: the median over the rows that are not compared. With a unit from the
+compared rows, a spread that is small by chance would make a difference look certain. Every cell
 counts alike.
 
 Runs of one data set and one seed see the same batches, at whatever ratio, so they are one
@@ -84,12 +84,12 @@ class Overall:
 
     @property
     def means(self) -> list[float]:
-        """Of each cell the mean difference."""
+        """The mean difference of each cell."""
         return [value for part in self.parts.values() for value in part.means]
 
     @property
     def median(self) -> float:
-        """Of the cells' mean differences, which no single cell moves."""
+        """The median of the cells' mean differences, which no single cell can move."""
         return statistics.median(self.means)
 
 
@@ -135,7 +135,7 @@ def mean(parts: Sequence[DataSetPart]) -> Mean:
         (w * max(statistics.stdev(p.gaps), p.least)) ** 2 / len(p.gaps)
         for w, p in zip(weights, parts, strict=True)
     ]
-    if not sum(squares):  # all is equal
+    if not sum(squares):  # all values are equal
         return Mean(value)
     of_squares = sum(v**2 / (len(p.gaps) - 1) for v, p in zip(squares, parts, strict=True))
     error, freedom = math.sqrt(sum(squares)), sum(squares) ** 2 / of_squares
@@ -146,7 +146,7 @@ def mean(parts: Sequence[DataSetPart]) -> Mean:
 
 
 def weighed(parts: Sequence[DataSetPart]) -> bool:
-    """Whether the cells' units say nothing of their differences; of one cell the unit is none."""
+    """Whether the cells' units are independent of their differences. A single cell needs no unit."""
     return all(part.apart for part in parts) or sum(len(part.means) for part in parts) == 1
 
 
@@ -163,10 +163,10 @@ def _cell(table: Table, row: Key, column: Key, rival: Key) -> _Cell | None:
     common = [seed for seed in ours if seed in theirs]
     if not common:
         return None
-    beside = table.beside(row, column)
-    deviations = {other: cell.sd for other, cell in beside.items() if cell.sd is not None}
+    cells = table.column_cells(row, column)
+    deviations = {other: cell.sd for other, cell in cells.items() if cell.sd is not None}
     others = [place for place in deviations if place not in (row, rival)]
-    counts = tuple(sorted(beside[place].n for place in others))
+    counts = tuple(sorted(cells[place].n for place in others))
     apart = bool(others) and counts != (2,)  # the inverse of one deviation of two has no mean
     least, unit = (
         step(table, row, column),
@@ -184,12 +184,9 @@ def _cell(table: Table, row: Key, column: Key, rival: Key) -> _Cell | None:
 
 @functools.lru_cache
 def inverse(counts: tuple[int, ...]) -> float:
-    """By how much a difference is too large, on average, when it is divided by the median of sample
-    deviations.
-
-    The deviations are of normal runs of one spread, so many in each row. In closed form for one
-    row, by simulation to 0.1 % for several.
-    """
+    """The factor by which a difference is too large, on average, when it is divided by the median
+    of sample deviations. The deviations are of normal values of one spread, with as many in each
+    row as ``counts`` says. In closed form for one row, by simulation to 0.1 % for several."""
     if len(counts) == 1:
         half = (counts[0] - 1) / 2
         return math.sqrt(half) * math.exp(math.lgamma(half - 0.5) - math.lgamma(half))

@@ -1,6 +1,5 @@
-"""Runs as a DataFrame: from run folders, W&B and CSV files; those that fit conditions; in short;
-and written as CSV or JSON.
-"""
+"""Runs as a DataFrame: read from run folders and CSV files, filtered, summarised, and written as
+CSV or JSON."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ from typing import Any
 import pandas as pd
 
 from nmrun.errors import ConfigError, RunError, neutral, tell
+from nmrun.lab.compare.conditions import Condition, same
 from nmrun.lab.compare.notation import label
-from nmrun.lab.folders import settings
 from nmrun.lab.keys import options
-from nmrun.lab.keys.config import SOURCE
+from nmrun.lab.keys.config import SOURCE, flatten
 from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import (
     FINAL,
@@ -34,22 +33,21 @@ from nmrun.lab.runs.run_folder import (
 )
 from nmrun.lab.words import sources
 from nmrun.lab.words.identity import GROUPS, OF_COMMAND
-from nmrun.lab.words.schema import flatten
 from nmrun.patterns import RATIO_KEYS, Pattern, PatternError, written
 from nmrun.registry import did_you_mean, no_such
 
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would take for one
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet takes texts that begin so for formulas
 Lines = list[list[Any]]  # the head, then a line for each cell or run
 FIRST = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "seed", "status")
 LAST = ("seconds", "metric", "events", "commit", "id", "folder")
 NEEDED = {"recipe", "sparsity", "seed", "status", "metric", "dataset", "model"}  # in a CSV file
-STATUSES = ("finished", "failed", "interrupted")  # likewise
-# likewise: their digits are no number
+STATUSES = ("finished", "failed", "interrupted")  # that a CSV file may have
+# in a CSV file these stay texts, even where they consist of digits
 TEXTS = {"id", "commit", "dataset.sha256", *(f"{group}.{SOURCE}" for group in sources.OWN)}
 LOCAL = {"folder", "track", *OF_COMMAND}  # change no result
 
 
-def read(
+def read_runs(
     paths: Sequence[str], strict: bool = False, folders: RunFolders | None = None
 ) -> pd.DataFrame:
     """The runs below some paths, as of :func:`collect`.
@@ -92,13 +90,14 @@ def collect(
     """
     folders = RunFolders() if folders is None else folders
     rows, left_out, unread = [], [], list[str]()
-    files: dict[Path, Path] = {}  # by their place, whatever links lead there
+    files: dict[Path, Path] = {}  # by their real path, whatever links lead there
     for path in paths:
         if str(path).endswith(".csv"):
             rows += from_csv(path)
         found = []
         for place, below, names in walk(path, unread.append):
-            found += [Path(place, RESULT)] * (RESULT in (*names, *below))
+            if RESULT in (*names, *below):
+                found.append(Path(place, RESULT))
             below[:] = [name for name in below if not name.startswith(".")]
         for file in sorted(found):
             files.setdefault(Path(os.path.realpath(file)), file)
@@ -122,7 +121,7 @@ def collect(
 
 
 def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """One row of :func:`collect`, of what is in a ``result.json``."""
+    """The row of :func:`collect` for a ``result.json``."""
     config = result["config"]
     ratio, events = written(config["sparsity"]), result.get("events", ())
     keys = {
@@ -155,9 +154,8 @@ def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _other_run(place: str, ratio: str) -> str:
-    """What a run of this ratio took from another: its recipe, and its ratio where that is neither
-    the same nor dense. The folder would differ from seed to seed.
-    """
+    """A name for the run from which a run of this ratio took its weights: its recipe, and its ratio
+    where that is neither the same nor dense. Its folder would differ from seed to seed."""
     run, name = weights_in(place)
     file = "" if name == FINAL else Path(name).stem
     above = run.path.parts[-3:-1]  # <recipe>/<ratio>/<run>
@@ -172,10 +170,9 @@ def _other_run(place: str, ratio: str) -> str:
 
 
 def from_csv(path: str | Path) -> list[dict[str, Any]]:
-    """What :func:`to_csv` wrote, as rows of :func:`collect`.
-    ``folder`` is the file's line. A spreadsheet may have saved it since, with a mark of UTF-8 at its
-    beginning; empty lines are none. Raises ConfigError where it is no such file.
-    """
+    """Read what :func:`to_csv` wrote, as rows of :func:`collect`. ``folder`` is the line in the
+    file. A spreadsheet may have saved the file, with a UTF-8 mark at the beginning; empty lines are
+    skipped. Raises ConfigError for any other file."""
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
             table = [[neutral(text) for text in line] for line in csv.reader(file)]
@@ -224,17 +221,15 @@ def _value(name: str, text: str) -> Any:
     if text in ("", "null", "true", "false"):
         return {"": math.nan, "null": None, "true": True, "false": False}[text]
     # Python takes 2024_01 for 202401, and digits of other scripts too
-    may_be_number = name not in TEXTS and "_" not in text and text.isascii()
-    for kind in (int, float) if may_be_number else ():
-        try:
-            return kind(text)
-        except ValueError:
-            pass
+    if name not in TEXTS and "_" not in text and text.isascii():
+        for kind in (int, float):
+            with contextlib.suppress(ValueError):
+                return kind(text)
     return text[1:] if text[:1] == "'" and text[1:].startswith(FORMULA) else text
 
 
 def to_csv(runs: pd.DataFrame) -> str:
-    """Runs as CSV, values as on a command line. What changes no result is left out."""
+    """Runs as CSV, with values as on a command line, without settings that change no result."""
     columns = [column for column in runs.columns if column.partition(".")[0] not in LOCAL]
     lines = [[_text(run[column]) for column in columns] for run in runs.to_dict("records")]
     return as_text([columns, *lines], "csv")
@@ -248,13 +243,13 @@ def _text(value: Any) -> str:
 
 
 def metrics_and_keys(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
-    """The metrics that runs have, and the keys of their settings and of what else there is."""
+    """The metrics of runs, and the keys of their settings and of all other columns."""
     metrics = [column for column in runs.columns if "/" in column] + ["seconds"]
     return metrics, [column for column in runs.columns if column not in metrics]
 
 
 def check_name(name: str, names: Sequence[str], what: str) -> None:
-    """Raise ConfigError for a name that the runs have not; ``what`` is ``key`` or ``metric``."""
+    """Raise ConfigError for a name that the runs do not have; ``what`` is ``key`` or ``metric``."""
     if name not in names:
         by_leaf = [n for n in names if n.rpartition(".")[2] == name]
         hint = f"; did you mean {' or '.join(by_leaf)}?" if by_leaf else did_you_mean(name, names)
@@ -281,15 +276,14 @@ def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
 
     A run without such a key stays: an STE run has no ``recipe.switch`` to differ in, and dense
     training, the reference, has no ratio. Raises ConfigError for an unknown key, and for a value
-    that no run has that is left.
-    """
-    for condition in map(settings.Condition.of, conditions):
+    that none of the remaining runs has."""
+    for condition in map(Condition.of, conditions):
         key = condition.key
         check_name(key, metrics_and_keys(runs)[1], "key")
         labels = runs[key].map(label)
         listing = ", ".join(sorted(set(labels) - {"-"}))
         for value in condition.values:
-            if not any(settings.same(text, value) for text in set(labels)):
+            if not any(same(text, value) for text in set(labels)):
                 raise ConfigError(f"--filter {key}: no run has {value}; {key} is {listing}")
         fitting = {text for text in set(labels) if condition.fits(text)}
         dense = runs["sparsity"] == "dense"
@@ -363,7 +357,7 @@ def _join(value: Any) -> Any:
 
 
 def _no_formula(value: object) -> object:
-    """A text that a spreadsheet would take for a formula, with the apostrophe that keeps it one."""
+    """A text that a spreadsheet would take for a formula, with an apostrophe that keeps it a text."""
     if not isinstance(value, str) or value == "-" or not value.startswith(FORMULA):
         return value
     with contextlib.suppress(ValueError):
@@ -373,7 +367,7 @@ def _no_formula(value: object) -> object:
 
 
 def as_lines(runs: pd.DataFrame) -> Lines:
-    """A line for each run, None for what it has not."""
+    """A line for each run, with None for missing values."""
     whole = runs.astype(object)
     return [list(runs.columns), *whole.where(pd.notna(whole), None).to_numpy().tolist()]
 

@@ -1,4 +1,4 @@
-"""A cell of a table: what several seeds say together, and whether two cells differ."""
+"""A cell of a table: statistics over seeds, and whether two cells differ."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ DIGITS = 12  # beyond these, values differ by rounding
 
 @dataclass(frozen=True)
 class Cell:
-    """What several seeds say. The mean is None for no run, the sample standard deviation for fewer
+    """Statistics over seeds. The mean is None without runs, the sample standard deviation for fewer
     than two. ``values`` are by seed, or by anything that pairs runs; ``without`` counts the runs
-    that gave no value, by reason.
-    """
+    that gave no value, by reason."""
 
     mean: float | None
     sd: float | None
@@ -39,8 +38,10 @@ class Cell:
 
     def counted(self) -> str:
         """How many runs have a value, and how many have none, by reason: ``3, 2 failed``."""
-        others = [f"{count} {reason}" for reason, count in self.without.items()]
-        return ", ".join([*[str(self.n)] * bool(self.n), *others])
+        counts = [f"{count} {reason}" for reason, count in self.without.items()]
+        if self.n:
+            counts.insert(0, str(self.n))
+        return ", ".join(counts)
 
 
 def summarise(
@@ -123,18 +124,18 @@ def student(gaps: Floats, grain: float | Floats) -> Estimate:
     return Estimate(mean, spread, mean - half, mean + half, np.where(mean == 0, 1.0, p))
 
 
-# scipy.stats has these too, and takes most of a second to import
+# scipy.stats has these too, but takes most of a second to import
 
 
 def t_quantile(share: float, freedom: float) -> float:
-    """The value of Student's t that it is below with a probability of ``share``."""
+    """The quantile of Student's t at the probability ``share``."""
     from scipy import special
 
     return float(special.stdtrit(freedom, share))
 
 
 def t_two_sided(value: Floats, freedom: float) -> Floats:
-    """The probability of Student's t of at least this size."""
+    """The probability that Student's t is at least this large in size."""
     from scipy import special
 
     return np.asarray(2 * special.stdtr(freedom, -value))
@@ -153,7 +154,7 @@ def paired(ours: Cell, baseline: Cell, grain: float) -> Difference | None:
     t = student(gaps, grain)
     mean, spread = float(t.mean), float(t.spread)
     p = None if n < FEWEST else float(t.p)
-    # nothing to judge by but that all is equal
+    # all differences are equal, so nothing tells their spread
     if spread <= 10.0**-DIGITS * np.abs(values).max():
         return Difference(mean, n, p=None if p is None or gaps.any() else 1.0)
     return Difference(mean, n, spread, float(t.low), float(t.high), p)
@@ -176,8 +177,7 @@ def step_down(p: Floats) -> Floats:
 
 def corrected(p_values: Sequence[float | None]) -> tuple[list[float | None], float]:
     """p-values corrected for their number by Holm's method, None where there is no test; and the
-    level that it asks of the smallest: 0.05 over their number.
-    """
+    level for the smallest, 0.05 divided by their number."""
     tested = [p for p in p_values if p is not None]
     by_test = iter(step_down(np.array(tested)).tolist())
     level = (1 - LEVEL) / max(1, len(tested))
@@ -224,9 +224,9 @@ def detectable_mean(freedom: float, level: float) -> float:
 
 
 def seeds_for_half(n: int, level: float) -> int:
-    """The fewest pairs with which a difference half as large is found as with ``n``."""
+    """The fewest pairs that detect a difference half as large as ``n`` pairs do."""
     half = detectable(n, level) / 2
-    # four times as many halve the error of the mean, and leave the deviation better known
+    # four times as many halve the error of the mean, and the deviation is known better
     more = range(n, 4 * n + 1)
     return more[bisect.bisect_left(more, -half, key=lambda pairs: -detectable(pairs, level))]
 

@@ -35,6 +35,7 @@ from nmrun.lab.compare.statistics import (
     paired,
     summarise,
 )
+from nmrun.lab.output import quantity
 from nmrun.lab.words.identity import IRRELEVANT, SETTINGS
 from nmrun.oneshot import METHODS
 from nmrun.registry import no_such
@@ -44,9 +45,9 @@ Place = tuple[Key, Key]  # row and column
 
 SAMPLES = "recipe.samples"  # of a calibration
 TRAINING = ("optimizer", "schedule", "trainer")
-FAR = 10.0  # deviations of a run by which a seed that failed is worse than the median of its cell
+FAR = 10.0  # a failed seed is worse than its cell's median by more than so many deviations of a run
 APART = ("dataset", "model", "sparsity", "metric")  # recipes that differ in one are no rivals
-SCORES = ("test", "eval", "best")  # the metrics by which a seed may be taken for failed
+SCORES = ("test", "eval", "best")  # the metrics that can show that a seed failed
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Table:
         return places(value, metric, spread) if deviates(value, spread) else None
 
     def columns_of(self, row: Key) -> list[tuple[Key, Key]]:
-        """The columns that a row has runs in, each with one that shows their cell."""
+        """The columns in which a row has runs, each with a column that shows the cell."""
         if row not in self.references:
             return [(column, column) for column in self.columns]
         return [(column, columns[0]) for (r, column), columns in self.stands.items() if r == row]
@@ -135,8 +136,8 @@ class Table:
         return labels.get("metric", self.metric)
 
     def higher_is_better(self, metric: str) -> bool:
-        """Whether higher values of a metric, such as ``test/accuracy``, are better: the runs say it
-        of their task's own."""
+        """Whether higher values of a metric, such as ``test/accuracy``, are better. For the task's
+        own metric the runs say so."""
         name = metric.rpartition("/")[2]
         known = name not in LOWER_IS_BETTER and not metric.startswith("flops/")
         return self._directions.get(name, known)
@@ -148,8 +149,9 @@ class Table:
         told = self.runs[["metric", "higher_is_better"]].dropna()
         return dict(zip(told["metric"], told["higher_is_better"], strict=True))
 
-    def beside(self, row: Key, column: Key) -> dict[Key, Cell]:
-        """The cells of a column in the metric of one of them, by row, that one included."""
+    def column_cells(self, row: Key, column: Key) -> dict[Key, Cell]:
+        """The cells by row of a column that have the metric of the cell in ``row``, which is among
+        them."""
         return self._by_metric[column, self.metric_of(row, column)]
 
     @functools.cached_property
@@ -177,7 +179,9 @@ class Table:
         ours = [" ".join(row) for row in self.rows]
         lines: list[tuple[Key, bool]] = []
         for row, name in zip(self.rows, ours, strict=True):
-            lines += [(row, False), *[(tuple(name.split()), True)] * (name in self.paper)]
+            lines.append((row, False))
+            if name in self.paper:
+                lines.append((tuple(name.split()), True))
         return lines + [(tuple(name.split()), True) for name in self.paper if name not in ours]
 
     def published(self, row: Key) -> list[str]:
@@ -268,8 +272,8 @@ def build(
 
 
 def _set_apart(table: Table) -> Table:
-    """Take the value from seeds that failed. Such a seed is worse than the median of its cell by
-    over a tenth of it and by over ``FAR`` deviations of a run.
+    """Drop the values of seeds that failed. Such a seed is worse than the median of its cell by
+    more than a tenth of it and by more than ``FAR`` deviations of a run.
 
     That is the median deviation of the column's other rows, at least a step of the metric. Two such
     rows and three seeds are needed to tell.
@@ -288,7 +292,7 @@ def _set_apart(table: Table) -> Table:
             continue
         others = [
             other.sd
-            for name, other in table.beside(row, column).items()
+            for name, other in table.column_cells(row, column).items()
             if name != row and other.sd is not None
         ]
         if len(others) > 1:
@@ -307,7 +311,7 @@ def _set_apart(table: Table) -> Table:
 
 
 def _stands(places: Collection[Place], keys: Key) -> dict[Place, list[Key]]:
-    """Of rows without a ratio, where some have one: see ``Table``."""
+    """The columns of rows without a ratio, where other rows have one: see ``Table``."""
     if "sparsity" not in keys:
         return {}
     ratio = keys.index("sparsity")
@@ -338,7 +342,7 @@ def _cell(group: Sequence[Run]) -> Cell:
 
 
 def _of_failed(cells: Sequence[Sequence[Run]]) -> str:
-    """How to find failed runs, where the others of each cell are alike."""
+    """A hint on how to find failed runs, if the other runs of each cell are alike."""
     others = [[run for run in runs if run["status"] != "failed"] for runs in cells]
     if any(map(settings_apart, others)):
         return ""
@@ -354,7 +358,7 @@ def _check_alike(members: Mapping[Place, Sequence[Run]], rows: Key) -> None:
         refused = [run for place in apart for run in members[place]]
         choice = " ".join(map(shlex.quote, _usual(refused, differing)))
         first, *more = (names[place] for place in apart)
-        others = f" and {len(more)} more cell{'s' * (len(more) > 1)}" if more else ""
+        others = f" and {quantity(len(more), 'more cell')}" if more else ""
         raise ConfigError(
             f"{first}{others} would average over runs that differ in {', '.join(differing)}; "
             f"tell them apart with --rows {','.join([*rows, *differing])}"
@@ -383,7 +387,7 @@ def _usual(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
 
 
 def settings_apart(runs: Sequence[Run]) -> list[str]:
-    """The settings that differ between runs and change a result, but the seed."""
+    """The settings, without the seed, that differ between runs and change results."""
     keys = [
         key
         for key in dict.fromkeys(k for run in runs for k in run)
@@ -391,7 +395,7 @@ def settings_apart(runs: Sequence[Run]) -> list[str]:
         if group in SETTINGS and group != "seed" and name not in IRRELEVANT.get(group, ())
     ]
     apart = [key for key in keys if len(labels_of(run[key] for run in runs)) > 1]
-    # `recipe` says it for `recipe.switch`
+    # where `recipe` differs, `recipe.switch` need not be named
     return [key for key in apart if "." not in key or key.partition(".")[0] not in apart]
 
 
@@ -414,7 +418,7 @@ def _best(table: Table) -> list[Place]:
     for (row, column), cell in table.cells.items():
         metric = table.metric_of(row, column)
         value = cell_value(cell, table.statistic, table.higher_is_better(metric))
-        # of what was logged neither way is better
+        # for other logged values neither direction is better
         if value is None or row in table.references or metric.startswith("mean/"):
             continue
         along, across = (row, column) if axis == "column" else (column, row)
@@ -510,7 +514,7 @@ def named_rows(rows: Sequence[Key], keys: Key, name: str) -> list[Key]:
 
 
 def _unlike(table: Table, row: Key, other: Key) -> set[str]:
-    """The keys in which two rows differ, but for those of the recipe."""
+    """The keys, without the recipe's, in which two rows differ."""
     labels = zip(table.row_keys, row, other, strict=True)
     return {key for key, a, b in labels if a != b and key.partition(".")[0] != "recipe"}
 

@@ -1,6 +1,5 @@
 """``nmrun export RUN --out DIR [--format ...]``: a finished run's model, checked, in a format that
-others read.
-"""
+other programs read."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from nmrun import atomic
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab import verbs
+from nmrun.lab import consent
 from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import RESULT
 from nmrun.lab.verbs import Parser
@@ -62,7 +61,7 @@ def main(argv: list[str]) -> int:
         choices=["int8"],
         help="with --format packed: linear layers in int8 where that changes their outputs little",
     )
-    verbs.consent_option(parser)
+    consent.consent_option(parser)
     options = parser.parse_args(argv)
     if options.precision and options.format != "packed":
         raise ConfigError(f"--precision {options.precision} is for --format packed alone")
@@ -93,13 +92,12 @@ def _whole(
     to: Path,
     write: Callable[[finished_run.FinishedRun, Path], list[str]],
 ) -> list[str]:
-    """Write into a folder beside ``to`` that becomes it by renaming. What ``to`` holds already
-    stays, but for files of the same names: a kill may leave fewer files, and never those of two
-    exports."""
+    """While entered, write to a folder next to ``to``, whose files are then moved there. Other
+    files in ``to`` stay. A kill may leave some files missing, but never files of two exports."""
     if to.exists() and not to.is_dir():
         raise ConfigError(f"--out {to} is a file; name a folder")
     place = to.absolute()
-    # where a failure leaves no empty folders
+    # a failure leaves no empty folders
     root = next(parent for parent in place.parents if parent.is_dir())
     with contextlib.ExitStack() as stack:
         try:
@@ -120,7 +118,7 @@ def _whole(
 
 
 def _replace(to: Path, new: Path, old: Path) -> None:
-    """Move the files of ``new`` to ``to``, those of the same names to ``old`` before."""
+    """Move the files of ``new`` to ``to``, after moving files of the same names there to ``old``."""
     names = sorted(file.name for file in new.iterdir())
     old.mkdir()
     try:

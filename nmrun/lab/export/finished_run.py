@@ -1,6 +1,5 @@
-"""A finished run as an export reads it: its weights, proven N:M, and what they are; and as plain
-safetensors, which any library loads.
-"""
+"""A finished run as exports read it: its weights, checked to be N:M, and their description; and the
+export to plain safetensors, which any library loads."""
 
 from __future__ import annotations
 
@@ -16,10 +15,11 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
-from nmrun.lab import models, tasks, verbs
+from nmrun.lab import consent, models, tasks
 from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder, activations_of
 from nmrun.lab.tasks.base import Task
 from nmrun.lab.words import schema
+from nmrun.oneshot import METHODS
 from nmrun.patterns import Pattern, hold
 from nmrun.sparsity.check import check_nm
 from nmrun.step.activations import SparseActivations
@@ -51,7 +51,7 @@ class FinishedRun:
 
     @property
     def holds(self) -> str:
-        """Which patterns hold, and in how many layers."""
+        """The patterns, and how many layers have each."""
         return f"{hold(layer.pattern for layer in self.layers)} in {len(self.layers)} layers"
 
     def about(self, layers: list[dict[str, Any]] | None = None) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def read(folder: Path, trusted: bool = False) -> FinishedRun:
                 line.get("dim", 1),
             )
             for line in sparsity["layers"]
-            if line.get("holds", True)  # not so in a network that ends dense
+            if line.get("holds", True)  # but not in a network that ends dense
         ]
     except (KeyError, TypeError) as error:
         raise ValueError(
@@ -139,8 +139,11 @@ def refuse_pruned_activations(run: FinishedRun) -> None:
 def network(run: FinishedRun) -> tuple[nn.Module, Task]:
     """The run's network with its weights, on the CPU and set to evaluation, and its task. It prunes
     its activations if the run did in the end."""
-    verbs.demand_consent(run.folder, run.result["config"], run.trusted)
-    config = schema.check(OmegaConf.create(run.result["config"]))
+    consent.demand_consent(run.folder, run.result["config"], run.trusted)
+    plain = run.result["config"]
+    if plain["recipe"]["name"] in METHODS:  # no recipe, and no part of the network
+        plain = {**plain, "recipe": {"name": "ste"}}
+    config = schema.check(OmegaConf.create(plain))
     task = tasks.build(config, torch.device("cpu"))
     model = models.build(config.model.mapping(), task.inputs).cpu().eval()
     model.load_state_dict(run.state)

@@ -1,4 +1,5 @@
-"""A Hugging Face folder (config, weights, tokenizer) of GPT and of the models that came from there."""
+"""A Hugging Face folder (config, weights, tokenizer) for GPT and for models that were loaded from
+Hugging Face."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from nmrun.lab.tasks.text.corpus import LEVELS
 from nmrun.sparsity.check import check_nm
 
 PRETRAINED = ("hf_encoder", "hf_gpt2", "hf_causal")
-ACTIVATIONS = {"gelu": "gelu_new", "relu2": "relu2"}  # theirs by ours
+ACTIVATIONS = {"gelu": "gelu_new", "relu2": "relu2"}  # their names by ours
 OURS = tuple(n for n in CLASSES["model"] if kind("model", n).builder == GPT.builder)
 
 
@@ -91,7 +92,7 @@ def _config(run: FinishedRun) -> Any:
         "n_head": options["heads"],
         "activation_function": ACTIVATIONS[options.get("activation", "gelu")],
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options["dropout"]),
-        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # the data have no such tokens
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # the data do not have such tokens
     }
     return transformers.GPT2Config(**values)
 
@@ -108,7 +109,7 @@ def _gpt2(run: FinishedRun, config: Any, folder: Path) -> tuple[Any, dict[str, s
         names[n]: t.T.contiguous() if n.endswith(hugging_face.TRANSPOSED) else t
         for n, t in run.state.items()
     }
-    # theirs always has biases, which are 0 in a network without
+    # their layers always have biases, which are 0 for a network without
     zeros = {n: torch.zeros_like(t) for n, t in theirs.state_dict().items() if n.endswith("bias")}
     without = "ln_f.bias" not in run.state
     _fill(theirs, {**zeros, **state} if without else state)
@@ -216,7 +217,8 @@ def _fill(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def _generation(pretrained: str, folder: Path) -> None:
-    """Copy how the pretrained network generates, such as the tokens that end a text, if it says."""
+    """Copy the pretrained network's settings for generation, such as the tokens that end a text, if
+    it has any."""
     from transformers.utils.hub import cached_file
 
     source = cached_file(
@@ -230,7 +232,7 @@ def _generation(pretrained: str, folder: Path) -> None:
 
 
 def _tokenizer(run: FinishedRun, folder: Path) -> list[str]:
-    """Save the tokenizer that the data went through; a note where that was none of Hugging Face."""
+    """Save the tokenizer of the data; returns a note if it is not one of Hugging Face's."""
     source = run.result["config"]["dataset"].get("tokenizer")
     if source is None or source in (*LEVELS, "words"):
         which = "" if source is None else f" ({source})"

@@ -33,7 +33,7 @@ from nmrun.lab.export.finished_run import (
 from nmrun.lab.models.texts import GPTNetwork
 from nmrun.patterns import hold
 
-# bytes of weights in the file itself, which may have 2 GiB; more go to a file beside it
+# bytes of weights that fit into the file, whose limit is 2 GiB; more go to a second file
 LARGEST = 1 << 30
 
 
@@ -76,7 +76,7 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
             difference,
             float((torch.from_numpy(logits) - expected).abs().max() / expected.abs().max()),
         )
-    if not difference < 1e-3:  # nor if it is NaN
+    if not difference < 1e-3:  # also true for NaN
         raise ValueError(
             f"onnxruntime's logits differ from torch's by {difference:.2g} of the largest: not written"
         )
@@ -95,8 +95,8 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
 
 
 def _build(run: FinishedRun) -> tuple[nn.Module, str, Callable[[int], Tensor], dict[int, Any]]:
-    """The run's network on the CPU; its input's name; what draws an input of so many images or
-    texts; and the input's dimensions that may have other sizes."""
+    """The run's network on the CPU; the name of its input; a function that draws an input of so
+    many images or texts; and the input's dimensions of variable size."""
     model, task = network(run)
     batch = {0: torch.export.Dim("batch")}
     if "shape" in task.inputs:
@@ -177,8 +177,8 @@ def _axis(node: Any) -> int:
 def _initializer(
     name: str, weight: Tensor, values: dict[str, Tensor], axes: dict[str, int]
 ) -> str | None:
-    """Which initializer is this weight: the one of its name, else one that equals it as it is or
-    transposed."""
+    """The initializer of this weight: the one of its name, else one that equals it, transposed or
+    not."""
     if name in values and name in axes:
         return name
     for other, value in values.items():

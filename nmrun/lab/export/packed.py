@@ -65,7 +65,7 @@ def write(run: FinishedRun, folder: Path, precision: str | None = None) -> list[
 
 
 def _in_int8(run: FinishedRun) -> tuple[dict[str, Rounded], list[str]]:
-    """The run's weights that can be int8, by name, and the lines to print."""
+    """The run's weights that become int8, by name, and the lines to print."""
     if why := int8.KERNELS.obstacle():
         raise ValueError(f"--precision int8: {why}")
     model, task = network(run)
@@ -76,7 +76,7 @@ def _in_int8(run: FinishedRun) -> tuple[dict[str, Rounded], list[str]]:
     reasons = {name: why for name, why in refusals.items() if name in sparse}
     parts: dict[str, list[Site]] = defaultdict(list)
     for site in (site for group in by_module.values() for site in group):
-        name = site.name.partition("[")[0]  # of the weight that this is a part of
+        name = site.name.partition("[")[0]  # it belongs to the weight of which this is a part
         if name in sparse:
             what = "convolutions stay as they are"
             if site.tokens is not None:

@@ -4,21 +4,20 @@ settings in which runs differ and their metrics, side by side.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nmrun.errors import ConfigError, RunError
+from nmrun.lab.keys.config import flatten
+from nmrun.lab.output import aligned
 from nmrun.lab.runs.run_folder import CONFIG, RESULT, RunFolder, metrics_of, walk
-from nmrun.lab.verbs import Parser, aligned
+from nmrun.lab.verbs import Parser
 from nmrun.lab.words.identity import OF_COMMAND
-from nmrun.lab.words.schema import flatten
 from nmrun.patterns import RATIO_KEYS, written
 from nmrun.ranges import value_text
 
-FEW = 4  # run folders that a line has room for
-OUTSIDE_BRACKETS = re.compile(r",(?![^\[{(]*[\]})])")
+FEW = 4  # at most so many run folders in a line
 
 
 def read(folder: Path) -> dict[str, str]:
@@ -28,7 +27,7 @@ def read(folder: Path) -> dict[str, str]:
 
 
 def of(run: RunFolder) -> dict[str, str]:
-    """Likewise, of a folder that is open."""
+    """Likewise, for an open folder."""
     config, folder = run.config, run.path
     if not config or "sparsity" not in config:
         there = "it is a file; name a run folder" if folder.exists() else "there is no such folder"
@@ -56,39 +55,6 @@ def only_run(path: Path) -> Path:
         more = f", ...; nmrun status {path} lists all {len(below)}" if len(below) > FEW else ""
         raise ConfigError(f"{path}: name one of the runs below it: {some}{more}")
     return below[0] if below else path
-
-
-class Condition(NamedTuple):
-    """What ``--filter`` takes: the runs in which ``key`` has one of ``values``, or with ``others``
-    those in which it has another."""
-
-    key: str
-    values: list[str]
-    others: bool
-
-    @classmethod
-    def of(cls, text: str) -> Condition:
-        """``recipe=ste,sr_ste`` has two values, ``optimizer.betas=[0.9,0.98]`` one; ``recipe!=ste``
-        is for others. ConfigError where the text is no condition."""
-        key, equals, values = text.partition("=")
-        if not equals:
-            raise ConfigError(
-                f"--filter {text}: write KEY=VALUE, such as recipe=ste, or KEY!=VALUE (folders come before --filter)"
-            )
-        named = [value.strip() for value in OUTSIDE_BRACKETS.split(values)]
-        return cls(key.removesuffix("!"), named, key.endswith("!"))
-
-    def fits(self, value: str) -> bool:
-        return self.others != any(same(value, named) for named in self.values)
-
-
-def same(a: str, b: str) -> bool:
-    """Whether two texts are one value: ``0.001`` and ``1e-3``, ``[1,2]`` and ``[1, 2]``."""
-    a, b = a.replace(" ", ""), b.replace(" ", "")
-    try:
-        return a == b or float(a) == float(b)
-    except ValueError:
-        return False
 
 
 # --- nmrun compare --------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
-"""``nmrun status``: how the runs in a folder and its last sweep stand, also while they run, and how
-to repeat what did not finish.
-"""
+"""``nmrun status``: the state of a folder's runs and its last sweep, also while they run, and how
+to repeat what did not finish."""
 
 from __future__ import annotations
 
@@ -19,9 +18,10 @@ from typing import Any
 
 from nmrun.errors import ConfigError, neutral, tell
 from nmrun.lab.folders import settings, sweep
+from nmrun.lab.output import aligned, span
 from nmrun.lab.runs import documents, locks, run_folder
 from nmrun.lab.runs.run_folder import CHECKPOINT, CONFIG, METRICS, RESULT, RunFolder, RunFolders
-from nmrun.lab.verbs import Parser, aligned
+from nmrun.lab.verbs import Parser
 from nmrun.lab.words import command_line
 from nmrun.lab.words.identity import is_in_id
 from nmrun.registry import no_such
@@ -30,12 +30,12 @@ STATES = ("finished", "running", "interrupted", "failed", "killed", "damaged")
 PAUSE = 2.0  # seconds between two looks
 MOST_RUNS = 20  # runs that are listed, without --all
 LAST = ("left", "age", "folder")  # columns
-FILES = {CONFIG, RESULT, CHECKPOINT}  # a run's folder has one of them
+FILES = {CONFIG, RESULT, CHECKPOINT}  # a run's folder has at least one of them
 
 
 @dataclass(frozen=True)
 class RunState:
-    """A run folder as it stands; ``step`` is the last that ``metrics.jsonl`` has."""
+    """The state of a run folder; ``step`` is the last in ``metrics.jsonl``."""
 
     run: RunFolder
     state: str
@@ -53,15 +53,15 @@ class RunState:
 
 
 def runs(path: Path, folders: RunFolders | None = None) -> list[RunState]:
-    """The runs at or below a folder, by name. One without a result that no live process works on
-    was killed."""
+    """The runs at or below a folder, by name. A run without a result and without a live process was
+    killed."""
     folders = RunFolders() if folders is None else folders
     return sorted(map(_run, _folders(path, folders)), key=lambda run: run.folder)
 
 
 def sweeps(path: Path) -> list[tuple[Path, bool]]:
-    """The folders of the sweeps that are running, or else of the last one, oldest first; and
-    whether they are running."""
+    """The folders of the running sweeps, oldest first, each with True; or of the last sweep, with
+    False."""
     folders = sorted(folder for folder in (path / ".sweeps").glob("*") if folder.is_dir())
     return [(folder, True) for folder in folders if locks.is_locked(folder)] or [
         (folder, False) for folder in folders[-1:]
@@ -72,7 +72,7 @@ def _folders(path: Path, folders: RunFolders) -> Iterator[RunFolder]:
     for place, below, files in run_folder.walk(path, _tell_left_out):
         folder = Path(place)
         named = run_folder.NAME.fullmatch(folder.absolute().name) is not None
-        # one that begins has no file yet
+        # one that is just beginning has no file yet
         if (FILES & set(files) and (named or _has_config(folders[place]))) or (
             not below and locks.is_locked(folder)
         ):
@@ -81,11 +81,11 @@ def _folders(path: Path, folders: RunFolders) -> Iterator[RunFolder]:
 
 
 def _has_config(run: RunFolder) -> bool:
-    """Whether a config in a folder is a run's; others call their files config.yaml too."""
+    """Whether the config in a folder is a run's; other programs call their files config.yaml too."""
     return {"seed", "output_dir"} <= run.config.keys()
 
 
-@functools.cache  # once, however often --watch looks
+@functools.cache  # read once, however often --watch looks
 def _tell_left_out(line: str) -> None:
     tell([f"left out: {line}"])
 
@@ -108,7 +108,7 @@ def _step(folder: Path) -> int | None:
     return next((int(row["step"]) for row in rows if type(row.get("step")) is int), None)
 
 
-Command = tuple[str, str]  # the folder to change to before, empty for this one; and the command
+Command = tuple[str, str]  # the folder to change to first, empty for this one; and the command
 
 
 def typed(command: Command | None) -> str | None:
@@ -118,7 +118,7 @@ def typed(command: Command | None) -> str | None:
 
 
 def command(run: RunFolder) -> Command | None:
-    """The command for a run alone, as it is to be given here; None where it is not known."""
+    """The command for this run alone, to be given from here; None where it is not known."""
     if run.command is None:
         return None
     above = run.path.resolve().parents
@@ -129,7 +129,7 @@ def command(run: RunFolder) -> Command | None:
 
 
 def _local_command(command: str, output_dir: str, place: Path) -> Command:
-    """A command that was typed where ``place`` was its output_dir, as it is to be given here."""
+    """A command whose output_dir was ``place``, to be given from here."""
     output = Path(output_dir)
     if output.resolve() == place:
         return "", command
@@ -139,14 +139,14 @@ def _local_command(command: str, output_dir: str, place: Path) -> Command:
     # it was moved
     try:
         words = shlex.split(command)
-    except ValueError:  # no command any more
+    except ValueError:  # it is no longer a command
         return "", command
     words = [word for word in words if not word.startswith("output_dir=")]
     return "", shlex.join([*words, command_line.word("output_dir", place)])
 
 
 def sweep_lines(folder: Path, running: bool) -> list[str]:
-    """A sweep in a line, and the command again if not all of it is done."""
+    """A line about a sweep, and its command if part of it is still to do."""
     record = sweep.with_ends(folder)
     counts, ended = record.counts(), len(record.ends) == record.jobs
     state = "running" if running else "ended" if ended else "cut off"
@@ -215,7 +215,7 @@ def _row(run: RunState, named: Mapping[str, str], keys: Sequence[str]) -> dict[s
         name, _, value = now.validation.rpartition(" ")
         row |= {name: value} if name else {}
         if run.state == "running" and now.seconds_left is not None:
-            row["left"] = sweep.span(now.seconds_left)
+            row["left"] = span(now.seconds_left)
     row |= {"age": _age(folder), "folder": folder.absolute().name}
     return row | {key: named.get(key, "") for key in keys}
 
@@ -234,7 +234,7 @@ def _age(folder: Path) -> str:
 
 
 def path_option(parser: Parser) -> None:
-    """The folder whose runs a verb is about; :func:`folder_of` gives it."""
+    """Add the argument for the folder whose runs a verb is about; :func:`folder_of` reads it."""
     parser.add_argument(
         "path",
         nargs="?",
@@ -245,7 +245,7 @@ def path_option(parser: Parser) -> None:
 
 
 def folder_of(path: Path) -> Path:
-    """The folder, which is there and can be read. Raises ConfigError where it is not."""
+    """The folder of :func:`path_option`. Raises ConfigError if it does not exist or cannot be read."""
     if not path.is_dir():
         why = "it is a file; name a folder" if path.exists() else "no such folder"
         raise ConfigError(f"{path}: {why}")
@@ -283,13 +283,13 @@ def main(argv: list[str]) -> int:
     if not last and not states:
         raise ConfigError(f"{path}: no runs in it")
     if options.json:
-        print(json.dumps(_plain(last, states), indent=2))
+        print(json.dumps(_record(last, states), indent=2))
     else:
         print(neutral("\n".join(_lines(path, last, states, most, keys))))
     return 0
 
 
-def _plain(last: list[tuple[Path, bool]], states: list[RunState]) -> dict[str, Any]:
+def _record(last: list[tuple[Path, bool]], states: list[RunState]) -> dict[str, Any]:
     records = [(folder, running, sweep.with_ends(folder)) for folder, running in last]
     entries = [
         {
@@ -350,7 +350,7 @@ def _rank(run: RunState) -> tuple[int, float]:
 
 
 def _watch(path: Path, most: int | None, keys: Sequence[str]) -> int:
-    """The same until nothing runs any more, at one place of the terminal."""
+    """The same lines, redrawn in place until nothing runs any more."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text

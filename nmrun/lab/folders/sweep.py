@@ -1,9 +1,8 @@
 """The record of a sweep, ``<output_dir>/.sweeps/<time>-<process>/``.
 
 ``sweep.json`` says what was asked for, ``jobs.jsonl`` the beginning and the end of each job.
-Where jobs run side by side, ``job3.log`` has what one prints. Other processes read it meanwhile,
-and several may write it.
-"""
+Where jobs run side by side, ``job3.log`` has what the third one prints. Several processes may write
+and read the record at the same time."""
 
 from __future__ import annotations
 
@@ -25,40 +24,40 @@ from typing import TYPE_CHECKING, Any
 
 from nmrun import atomic
 from nmrun.errors import leads, tell
+from nmrun.lab.output import aligned, span
 from nmrun.lab.runs import documents, locks
 from nmrun.lab.runs.run_folder import RunFolder, make_folder
-from nmrun.lab.verbs import aligned
 from nmrun.lab.words import command_line
 
 if TYPE_CHECKING:
     from nmrun.lab.words.precheck import Command
 
 HEAD, JOBS = "sweep.json", "jobs.jsonl"
-SAID = ("recipe", "sparsity", "dry")  # what a plan has, or all plans have
-OWN_AXES = ("seed", "sparsity", "output_dir")  # what a table averages over or has anyway
-SWEEP = "NMRUN_SWEEP"  # told to job processes, and to the sweeper: the sweep's folder
+IN_PLAN = ("recipe", "sparsity", "dry")  # a plan shows these itself, or they are the same for all
+OWN_AXES = ("seed", "sparsity", "output_dir")  # a table averages over these, or shows them anyway
+SWEEP = "NMRUN_SWEEP"  # tells job processes and the sweeper the sweep's folder
 LARGEST = 1e12  # of jobs, and of seconds since 1970
 UNTRAINED = (
     "skipped",
     "planned",
     "running",
     "refused",
-)  # ends of jobs that took no time to speak of
+)  # statuses of jobs that took hardly any time
 
 
 def new_folder(output_dir: str) -> Path:
-    """The folder for the record of a sweep that begins now, which does not exist yet."""
+    """A new folder, not made yet, for the record of a sweep that begins now."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     place = Path(output_dir, ".sweeps").absolute()
-    # os.path: a name that is too long is none that exists, and make_folder says so
+    # os.path says that a name that is too long does not exist; make_folder reports it
     names = itertools.chain([name], (f"{name}-{again}" for again in itertools.count(2)))
     return next(folder for each in names if not os.path.exists(folder := place / each))
 
 
 @contextlib.contextmanager
 def recorded(asked: Command, command: str, sweeps: Sequence[list[str]] = ()) -> Iterator[Path]:
-    """A new record of a sweep, which is alive while the context is entered. That of a plan
-    (``dry=true``) goes then.
+    """The record of a new sweep, which counts as running while the context is entered. The record
+    of a plan (``dry=true``) is removed at the end.
 
     ``command`` is as it was typed; ``sweeps`` are the overrides of each sweep. Raises ConfigError where the folder cannot be made.
     """
@@ -72,10 +71,10 @@ def recorded(asked: Command, command: str, sweeps: Sequence[list[str]] = ()) -> 
                 begin(folder, len(asked.jobs), command, output_dir, sweeps)
                 yield folder
         finally:
-            if asked.dry or not (folder / HEAD).exists():  # nothing began on a full disk
+            if asked.dry or not (folder / HEAD).exists():  # the disk was full from the beginning
                 shutil.rmtree(folder, ignore_errors=True)
                 for place in parents:
-                    with contextlib.suppress(OSError):  # others are at work there
+                    with contextlib.suppress(OSError):  # other processes are at work there
                         place.rmdir()
 
 
@@ -86,7 +85,8 @@ def begin(
     output_dir: str,
     sweeps: Sequence[Sequence[str]] = (),
 ) -> None:
-    """Begin the record of so many ``jobs``; the rest is as of :func:`recorded`."""
+    """Begin the record of a sweep of ``jobs`` jobs; the other arguments are those of
+    :func:`recorded`."""
     content = {
         "begun": time.time(),
         "jobs": jobs,
@@ -98,7 +98,7 @@ def begin(
 
 
 def recount(folder: Path, jobs: int) -> None:
-    """Say that so many jobs come, where more is swept than the overrides of the record."""
+    """Correct the number of jobs, where more is swept than the overrides in the record."""
     head = documents.read_json(folder / HEAD)
     atomic.write(folder / HEAD, json.dumps({**head, "jobs": jobs}) + "\n")
 
@@ -128,7 +128,7 @@ def add(
 
 
 def note_signal(folder: Path, number: int) -> None:
-    """Note that a signal ends the sweep: no job begins any more."""
+    """Note that a signal ends the sweep, so that no further job begins."""
     _note(folder, {"signal": number}, "signal")
 
 
@@ -137,18 +137,17 @@ def _note(folder: Path, line: dict[str, Any], what: str) -> None:
     try:
         with atomic.disk_errors(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-    except OSError as error:  # the jobs that follow may have room again
+    except OSError as error:  # later jobs may have room again
         tell([f"{error.filename}: {error.strerror}; the {what} is not noted"])
 
 
 @dataclass(frozen=True)
 class Record:
-    """What there is to read of a sweep.
+    """The record of a sweep as it was read.
 
-    ``ends`` has a line for each job that has ended. ``running`` has by number of the job the last
-    beginning of each that has not; where a worker was killed, it has not either. ``signal`` ended
-    the sweep.
-    """
+    ``ends`` has a line for each job that has ended. ``running`` has the last beginning of each that
+    has not, by number; a killed worker's job stays there. ``signal`` is the one that ended the
+    sweep."""
 
     begun: float | None
     jobs: int | None
@@ -161,11 +160,11 @@ class Record:
 
     @property
     def at_work(self) -> set[int]:
-        """The processes of the jobs that run, which the sweep's has started."""
+        """The processes of running jobs that the sweep's process has started."""
         return {line["process"] for line in self.running.values()} - {0}
 
     def counts(self) -> dict[str, int]:
-        """Ended jobs by status, in the order of what went well to what did not."""
+        """Ended jobs by status, from those that went well to those that did not."""
         counts = Counter(line["status"] for line in self.ends)
         order = (
             "finished",
@@ -183,14 +182,17 @@ class Record:
         return f"{len(self.ends)} of {self.jobs or '?'} jobs done"
 
     def times(self, running: bool) -> str:
-        """``25 s so far, 50 s left``; of a sweep that runs no more the time that it took."""
+        """``25 s so far, 50 s left``; once the sweep has ended, the time that it took."""
         passed, left = self.elapsed(running), self.seconds_left() if running else None
-        so_far = " so far" if running else ""
-        words = [] if passed is None else [f"{span(passed)}{so_far}"]
-        return ", ".join([*words, *([] if left is None else [f"{span(left)} left"])])
+        parts = []
+        if passed is not None:
+            parts.append(f"{span(passed)} so far" if running else span(passed))
+        if left is not None:
+            parts.append(f"{span(left)} left")
+        return ", ".join(parts)
 
     def elapsed(self, running: bool) -> float | None:
-        """Seconds from the beginning to now, or to the last job's end where the sweep runs no more."""
+        """Seconds from the beginning to now, or to the last job's end once the sweep has ended."""
         end = (
             time.time()
             if running
@@ -199,12 +201,9 @@ class Record:
         return None if self.begun is None else max(end - self.begun, 0.0)
 
     def seconds_left(self) -> float | None:
-        """Seconds to the end, guessed from the jobs that trained; None before there is one, or
-        where it is not known how many come.
-
-        A job takes the mean of their times or, where several run at a time, what passed since the
-        beginning for each of them.
-        """
+        """Seconds to the end, estimated from the jobs that trained; None before the first of them
+        has ended, or where the number of jobs is not known. A job is taken to need their mean time
+        or, where several run at a time, the elapsed time divided by their number."""
         times = [
             line["seconds"]
             for line in self.ends
@@ -217,7 +216,7 @@ class Record:
 
 
 def read(folder: Path) -> Record:
-    """The record as it stands. What is missing or not whole, as after a kill, is left out."""
+    """The present record. Lines that are missing or incomplete, as after a kill, are left out."""
     lines: list[dict[str, Any]] = []
     with contextlib.suppress(OSError):
         lines, _ = documents.read_lines(folder / JOBS, _parse)
@@ -242,7 +241,7 @@ _parse = functools.lru_cache(maxsize=8192)(documents.parsed)
 
 
 def _is_number(value: Any) -> bool:
-    """Whether one can count with it: JSON has NaN and Infinity too."""
+    """Whether a value is a finite number: Python's JSON has NaN and Infinity too."""
     return isinstance(value, int | float) and abs(value) < LARGEST
 
 
@@ -281,10 +280,10 @@ def name(record: Record, line: dict[str, Any]) -> str:
     sweeps = [{_bare(word) for word in sweep} for sweep in record.sweeps]
     common = set.intersection(*sweeps) if sweeps else set()
     words = [word for word in line["overrides"] if _bare(word) not in common] or line["overrides"]
-    return f"[{line['job']}/{record.jobs or '?'}] {_plain(words) or 'the defaults'}"
+    return f"[{line['job']}/{record.jobs or '?'}] {_typed(words) or 'the defaults'}"
 
 
-def _plain(words: Sequence[str]) -> str:
+def _typed(words: Sequence[str]) -> str:
     """Overrides as one types them, without the ``++`` that Hydra needs for new keys."""
     return " ".join(word.lstrip("+") for word in words)
 
@@ -294,18 +293,18 @@ def _bare(word: str) -> str:
 
 
 def log_of(folder: Path, number: int) -> Path:
-    """Where the output of a job goes that runs beside others."""
+    """The file for the output of a job that runs side by side with others."""
     return folder / f"job{number}.log"
 
 
 def is_own(folder: Path) -> bool:
-    """Whether this very process has begun the record, and no launcher's worker is it."""
+    """Whether this process has begun the record; it is no launcher's worker then."""
     return re.search(rf"-{os.getpid()}(-|$)", folder.name) is not None
 
 
 def with_ends(folder: Path) -> Record:
-    """The record, with the present state of each job that was left to another process; a job whose run
-    an earlier one plans is skipped, as when they run."""
+    """The record, with the present state of jobs that were left to another process. A job whose run
+    an earlier job plans counts as skipped, as it would when they run."""
     record = read(folder)
     ends, planned_runs = [_since(line) for line in record.ends], set[str]()
     for number, line in enumerate(ends):
@@ -318,32 +317,33 @@ def with_ends(folder: Path) -> Record:
 
 def summary(folder: Path) -> tuple[str, int]:
     """The closing lines of a sweep; and 1 if a job failed or never reported, else 0. A job that
-    another process is at work on is left to that; where it is done with it, its end counts.
-    """
+    another process runs is left to that process; once it has ended, its end counts."""
     record = with_ends(folder)
-    good = {
+    counts = {
         status: number
         for status, number in record.counts().items()
         if status in ("finished", "skipped", "planned", "running")
     }
-    bad = [line for line in record.ends if line["status"] not in good]
+    failed = [line for line in record.ends if line["status"] not in counts]
     missing = max((record.jobs or 0) - len(record.ends), 0)
     elsewhere = {"running": "running in another process"}
-    parts = [f"{number} {elsewhere.get(status, status)}" for status, number in good.items()]
-    parts += [f"{len(bad)} not done"] if bad else []
-    parts += [f"{missing} not reached"] if missing else []
+    parts = [f"{number} {elsewhere.get(status, status)}" for status, number in counts.items()]
+    if failed:
+        parts.append(f"{len(failed)} not done")
+    if missing:
+        parts.append(f"{missing} not reached")
     passed = record.elapsed(running=True)
     took = "" if passed is None else f"; {span(passed)}"
     lines = [f"sweep of {len(record.ends) + missing}: {', '.join(parts) or 'nothing done'}{took}"]
-    for line in bad:
-        words = _plain(line["overrides"])
+    for line in failed:
+        words = _typed(line["overrides"])
         said = ": ".join(filter(None, (line["status"], words, line.get("error"))))
         lines.append(f"  {said}  {line.get('folder') or ''}".rstrip())
-    return "\n".join(lines), 1 if bad or missing else 0
+    return "\n".join(lines), 1 if failed or missing else 0
 
 
 def _since(line: dict[str, Any]) -> dict[str, Any]:
-    """The end of a job as it is by now, if it was left to another process."""
+    """The present state of a job that was left to another process; other jobs' ends as they are."""
     run = Path(line.get("folder") or "")
     if line["status"] != "running" or locks.is_locked(run):
         return line
@@ -354,19 +354,11 @@ def _since(line: dict[str, Any]) -> dict[str, Any]:
     return {**line, "status": status, "error": result.result.get("error")}
 
 
-def span(seconds: float) -> str:
-    """A time as people say it: ``45 s``, ``12 min``, ``3 h 20 min``."""
-    minutes = round(seconds / 60)
-    if round(seconds) < 60:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
 def planned(folder: Path) -> list[str]:
     """The runs that were only planned, one a line: recipe, ratio, what else is swept, steps, FLOPs."""
     plans = [line for line in with_ends(folder).ends if line.get("plan")]
     jobs = [line["overrides"] for line in plans]
-    swept = [key for key in _varying_keys(jobs) if key not in SAID]
+    swept = [key for key in _varying_keys(jobs) if key not in IN_PLAN]
     rows = []
     for line in plans:
         words = {command_line.key(word): word.partition("=")[2] for word in line["overrides"]}
@@ -377,10 +369,10 @@ def planned(folder: Path) -> list[str]:
 
 
 def lines(folder: Path) -> list[str]:
-    """The lines below the summary; none where no job has a result."""
+    """The commands that show a sweep's results, below its summary; none without a result."""
     record = read(folder)
-    good = [line for line in record.ends if line["status"] in ("finished", "skipped")]
-    places = [line["folder"] for line in good if line.get("folder")]
+    finished = [line for line in record.ends if line["status"] in ("finished", "skipped")]
+    places = [line["folder"] for line in finished if line.get("folder")]
     if not places:
         return []
     varied = _varying_keys([line["overrides"] for line in record.ends])
@@ -395,7 +387,7 @@ def lines(folder: Path) -> list[str]:
 
 
 def _varying_keys(jobs: Sequence[Sequence[str]]) -> dict[str, None]:
-    """The keys in which jobs differ, in their order: in the value, or in that some do not say it."""
+    """The keys in which jobs differ, in their order. A key that only some jobs have is one."""
     said = [{command_line.key(word): word.partition("=")[2] for word in words} for words in jobs]
     keys = dict.fromkeys(key for job in said for key in job)
     return dict.fromkeys(key for key in keys if len({job.get(key) for job in said}) > 1)

@@ -105,3 +105,13 @@ class Config:
 def _own_keys(values: dict[str, Any]) -> dict[str, Any]:
     """The keys of the user's own, which its class or function knows."""
     return {key: value for key, value in values.items() if key not in ("name", "_target_", SOURCE)}
+
+
+def flatten(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A config with dotted keys. The regular expressions in ``sparsity.overrides`` are not keys."""
+    flat: dict[str, Any] = {}
+    for key, value in plain.items():
+        nested = isinstance(value, dict) and key != "overrides"
+        below = flatten(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+        flat.update(below)
+    return flat

@@ -64,7 +64,7 @@ def fields(kind: type) -> Mapping[str, Field]:
             for part in getattr(_annotations(base).get(key.name), "__metadata__", ())
         ]
         keys[key.name] = Field(
-            None if key.default is dataclasses.MISSING else plain(key.default),
+            None if key.default is dataclasses.MISSING else as_yaml(key.default),
             next((part for part in stated if isinstance(part, Check)), None),
             next((part for part in stated if isinstance(part, Search)), None),
             next((part for part in stated if isinstance(part, str)), ""),
@@ -78,9 +78,9 @@ def _annotations(base: type) -> dict[str, Any]:
     return inspect.get_annotations(base, eval_str=True)
 
 
-def plain(value: Any) -> Any:
+def as_yaml(value: Any) -> Any:
     """A default as YAML has it: a list for a tuple."""
-    return [plain(item) for item in value] if isinstance(value, tuple | list) else value
+    return [as_yaml(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def defaults(keys: Mapping[str, Field]) -> dict[str, Any]:

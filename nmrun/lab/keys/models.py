@@ -52,8 +52,8 @@ class OwnModel(Model):
     options: dict[str, Any]
 
     def values(self) -> dict[str, Any]:
-        beside = {"_target_": self.target, "include": self.include, "exclude": self.exclude}
-        return {**beside, **self.options}
+        common = {"_target_": self.target, "include": self.include, "exclude": self.exclude}
+        return {**common, **self.options}
 
 
 @dataclass(frozen=True)

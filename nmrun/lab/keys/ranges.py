@@ -61,7 +61,9 @@ def _is_ratios(value: Any) -> bool:
 
 
 def _wrong_ratio(value: Any) -> str:
-    for text, ratio in value.items() if isinstance(value, dict) else ():
+    if not isinstance(value, dict):
+        return ""
+    for text, ratio in value.items():
         if why := no_expression(str(text)):
             return why
         try:

@@ -156,8 +156,8 @@ class EncoderClassifier(nn.Module):
 
     def _encoded(self, tokens: Tensor, mask: Tensor, segments: Tensor) -> Any:
         inputs = {"token_type_ids": segments} if self.has_segments else {}
-        # transformers looks whether a mask pads anything; a tensor without values, for counting
-        # FLOPs, cannot tell
+        # transformers checks whether a mask pads anything, which a tensor without values (for
+        # counting FLOPs) cannot say
         return self.encoder(tokens, attention_mask=None if mask.is_meta else mask.long(), **inputs)
 
     def _mean(self, tokens: Tensor, mask: Tensor, segments: Tensor) -> Tensor:

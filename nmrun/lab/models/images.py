@@ -334,7 +334,7 @@ def of_timm(
                 model: nn.Module = timm.create_model(
                     name_in_timm, img_size=tuple(shape[1:]), **arguments
                 )
-            except TypeError:  # most convolutional networks take any size and do not want to know
+            except TypeError:  # most convolutional networks take any size and have no such argument
                 model = timm.create_model(name_in_timm, **arguments)
     except (TypeError, AssertionError, ValueError, RuntimeError, OSError) as error:
         line = " ".join(str(error).split())

@@ -14,9 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from nmrun import oneshot
 from nmrun.errors import ConfigError
-from nmrun.lab import verbs
+from nmrun.lab import consent
 from nmrun.lab.keys import options
-from nmrun.lab.keys.config import Config
+from nmrun.lab.keys.config import Config, flatten
 from nmrun.lab.keys.groups import Run, ratio
 from nmrun.lab.keys.models import OwnModel, Timm
 from nmrun.lab.runs.run_folder import RunFolder
@@ -27,12 +27,14 @@ from nmrun.ranges import whole
 SAMPLES = 128  # as in the papers
 DEFAULT = "sparsegpt"
 TRACK = "track=local"
-STAND_IN = "ste"  # any recipe without conditions, where a config has to have one
+STAND_IN = "ste"  # a recipe without conditions, since a config must have one
 
 composition.register()
 
 
-def read(words: Sequence[str], config_dir: str | None = None, trusted: bool = False) -> Config:
+def read_config(
+    words: Sequence[str], config_dir: str | None = None, trusted: bool = False
+) -> Config:
     """The config of the command: its recipe is the method, with its hyperparameters and
     ``samples``.
 
@@ -106,15 +108,15 @@ def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
     result = run.finished()
     if result is None:
         raise ConfigError(f"{folder}: {run.unfinished()}")
-    verbs.demand_consent(folder, result["config"], trusted)
-    # the folder may be from elsewhere, and so is the place that it was written to
+    consent.demand_consent(folder, result["config"], trusted)
+    # the folder may have been copied, so its output_dir need not exist here
     here = {"init": str(folder), "output_dir": Run.output_dir}
     plain: dict[str, Any] = {**result["config"], **here}
     plain["recipe"] = {"name": STAND_IN}
     if plain["sparsity"]["n"] is None:
         plain["sparsity"] = {**plain["sparsity"], "n": 2, "m": 4}
     composed = OmegaConf.create(plain)
-    keys = {*plain, *schema.flatten(plain)}
+    keys = {*plain, *flatten(plain)}
     if problems := [line for override in overrides if (line := _put(composed, override, keys))]:
         raise ConfigError(problems)
     config = schema.check(composed)
@@ -124,7 +126,7 @@ def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
 
 
 def _put(composed: DictConfig, override: Override, keys: set[str]) -> str:
-    """Change one key; what is wrong with that, or nothing."""
+    """Change one key. Returns what is wrong with it; empty if nothing is."""
     key, value = override.key_or_group, override.value()
     if key == "sparsity":
         try:

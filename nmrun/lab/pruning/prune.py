@@ -1,7 +1,7 @@
 """``nmrun prune [RUN] method=wanda sparsity=2:4 ...``: a trained network pruned in one shot, as a run
 folder like that of a training.
 
-Imports torch only once the words are read.
+Imports torch only after the command line is checked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nmrun import oneshot
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab import verbs
+from nmrun.lab import consent, output, verbs
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import (
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         "samples=N calibration samples of the training split (default 128); seed= chooses them",
     )
     parser.add_argument("--config-dir", help="a folder of more configs")
-    verbs.consent_option(parser)
+    consent.consent_option(parser)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(argv)
     if options.out is not None:
@@ -57,9 +57,9 @@ def main(argv: Sequence[str]) -> int:
             f"--out {options.out}: the pruned network gets a run folder (output_dir=); then nmrun "
             f"export RUN --out {options.out} copies it"
         )
-    from nmrun.lab.pruning.config import read
+    from nmrun.lab.pruning.config import read_config
 
-    config = read(options.words, options.config_dir, options.yes)
+    config = read_config(options.words, options.config_dir, options.yes)
     folder = run_folder(config)
     print(title(config), flush=True)
     run_dir = RunFolder(folder)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         raise RunError(f"{folder}: {run_dir.problem}; move it away, or force=true prunes again")
     if result is None:
         make_folder(folder, config.output_dir)
-        verbs.waiting("loading torch and the data")
+        output.waiting("loading torch and the data")
         try:
             with locks.hold(folder) as ours:
                 if not ours:
@@ -134,8 +134,8 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
 
 
 def calibration(task: Task, samples: int, accumulate: int) -> Iterator[Batch]:
-    """The first samples that a training with this seed would see, in micro-batches of which the
-    last may be cut. ConfigError where an epoch has fewer."""
+    """The first samples that a training with this seed would see, in micro-batches; the last may be
+    smaller. ConfigError where an epoch has fewer."""
     total = 0
     for index in range(task.batches_per_epoch):
         for batch in task.micro_batches(0, index, accumulate):
@@ -147,12 +147,15 @@ def calibration(task: Task, samples: int, accumulate: int) -> Iterator[Batch]:
     raise ConfigError(f"samples={samples}: an epoch of the training split has {total}")
 
 
-def _metrics(task: Task, model: nn.Module, beside: str) -> dict[str, float]:
+def _metrics(task: Task, model: nn.Module, prefix: str) -> dict[str, float]:
     metrics: dict[str, float] = {}
-    for split, name in (("val", "eval"), *((("test", "test"),) if task.has_test else ())):
+    splits = {"val": "eval"}
+    if task.has_test:
+        splits["test"] = "test"
+    for split, name in splits.items():
         scores = task.evaluate(model, split)
-        metrics |= {f"{name}/{beside}{key}": value for key, value in scores.items()}
+        metrics |= {f"{name}/{prefix}{key}": value for key, value in scores.items()}
         if not math.isfinite(scores[task.metric]):
-            what = "before it is pruned" if beside else "once it is pruned"
+            what = "before it is pruned" if prefix else "once it is pruned"
             raise RunError(f"the network's {task.metric} is not finite {what}")
     return metrics

@@ -1,4 +1,4 @@
-"""What one process at a time has: a folder to work in, a GPU.
+"""Locks on what one process at a time may use: a folder, a GPU.
 
 A lock is an flock on a file, which goes with its process however that ends. In a folder that is
 the file ``.lock``, which names its holder. NFS and Lustre (with ``-o flock``) pass flocks on to
@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 NAME, PARTIAL = ".lock", ".partial-"
-# seconds between tries: is_locked() may be looking just now, or the folder is being deleted
+# seconds between tries, since is_locked() holds a lock for a moment, and a folder may be being
+# deleted
 WAITS = (0, 0.02, 0.05, 0.1, 0.2)
 
 # open files with locks; a process that is forked lets them go, or they would outlive their holder
@@ -45,14 +46,14 @@ def hold(folder: Path) -> Iterator[bool]:
         if handles := _lock_files(folder):
             break
     try:
-        # what a full disk keeps it from saying is of no consequence
+        # on a full disk the lock works without its text
         with contextlib.suppress(OSError):
             if handles:
                 (folder / NAME).write_text(f"process {os.getpid()} on {platform.node()}\n")
         yield bool(handles)
     finally:
         for path, handle in handles.items():
-            # the folder may be gone, and have been made anew by the next
+            # the folder may have been deleted, and made anew by another process
             with contextlib.suppress(OSError):
                 if _is(handle, path):
                     path.unlink()
@@ -61,8 +62,8 @@ def hold(folder: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def folder_beside(place: Path) -> Iterator[Path]:
-    """A folder in which to make what ``place`` becomes by renaming, removed in the end; so are
-    those in the same folder that kills have left."""
+    """A temporary folder next to ``place``, to be renamed to it once complete. It is removed at the
+    end, like those that killed processes have left there."""
     for remnant in place.parent.glob(f".*{PARTIAL}*/"):
         with contextlib.suppress(OSError), hold(remnant) as ours:  # another user's, say
             if ours:
@@ -70,7 +71,7 @@ def folder_beside(place: Path) -> Iterator[Path]:
     while True:
         part = Path(tempfile.mkdtemp(prefix=f".{place.name}{PARTIAL}", dir=place.parent))
         with hold(part) as ours:
-            if not ours and not part.exists():  # it was taken for a remnant
+            if not ours and not part.exists():  # another process took it for a remnant
                 continue
             try:
                 yield part
@@ -89,7 +90,7 @@ def is_locked(folder: Path) -> bool:
             return False
         try:
             return not _flock(handle, fcntl.LOCK_SH)  # shared: two who ask do not see each other
-        except OSError:  # no such locks here
+        except OSError:  # the file system has no such locks
             continue
         finally:
             os.close(handle)
@@ -97,7 +98,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def holder(folder: Path) -> str:
-    """Words for who holds the folder: ``process 12 on node7``, if it says so."""
+    """The process that holds the folder, if known: ``process 12 on node7``."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if text := (folder / NAME).read_text().strip():
             return text
@@ -133,7 +134,8 @@ def _close(handles: dict[Path, int]) -> None:
 
 
 def _flock(handle: int, kind: int) -> bool:
-    """Whether the lock is ours now. OSError where there are no such locks."""
+    """Try to take the lock; whether it is ours now. OSError where the file system has no such
+    locks."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -35,10 +35,10 @@ CHANGED = "it was changed: its SHA-256 is another"
 UNSEALED = "it was changed: it has no SHA-256, as that of a finished run has"
 NAME = re.compile(r"s-?\d+-([0-9a-f]{10})")
 ENDS = "\n\r\x85\u2028\u2029"  # of lines in YAML
-# the command above config.yaml is a comment, of several lines where a value in it has
+# the command above config.yaml is a comment, with as many lines as its values have
 HEAD = re.compile(f"# (nmrun[^{ENDS}]*(?:[{ENDS}]# [^{ENDS}]*)*)")
 NUMBER = (int, float, type(None))
-# what readers rely on, where it is there
+# the types that readers rely on
 SHAPE: dict[str, type | tuple[type, ...]] = {
     **{"status": str, "id": str, "metric": (str, type(None)), "error": str, "events": list},
     **{"config": dict, "metrics": dict, "sparsity": dict, "environment": dict, "files": dict},
@@ -64,7 +64,7 @@ def make_folder(folder: Path, output_dir: str) -> None:
 
 
 def remove_empty(folder: Path, above: Path) -> None:
-    """Remove a folder and those between it and ``above``, which stays, as far as they are empty."""
+    """Remove a folder and its parents below ``above``, as long as they are empty."""
     with contextlib.suppress(OSError):
         for place in (folder, *folder.parents):
             if above not in place.parents:
@@ -93,8 +93,7 @@ def walk(
 
 
 class RunFolder:
-    """A run's folder, which may not exist, as it is at the first look; another object looks
-    again."""
+    """A run's folder, which may not exist. Its files are read once; a new object reads them again."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -194,8 +193,8 @@ class RunFolder:
         return self.path / name
 
     def say_finished(self, changed: Iterable[str] = ()) -> None:
-        """Print what the run that has finished here has reached, and where, and what of the user's
-        own was ``changed`` since."""
+        """Print the metrics and folder of the run that has finished here, and what of the user's
+        own code has ``changed`` since."""
         final = self.result["metrics"]["final"].items()
         texts = {key: "-" if value is None else f"{value:.4g}" for key, value in final}
         metrics = "  ".join(f"{key} {text}" for key, text in texts.items())
@@ -249,7 +248,7 @@ class RunFolder:
         if result["status"] == "finished" and not seal <= result.keys():
             return {}, UNSEALED, False
         if result.keys() & seal and result.get("sha256") != _hash(result):
-            raw = json.loads(data.decode())  # its texts as they were hashed
+            raw = json.loads(data.decode())  # with its texts as they were when it was hashed
             if raw.get("sha256") != _hash(raw):
                 return {}, CHANGED, False
         folder = self.path.name
@@ -280,7 +279,7 @@ class RunFolder:
 
 
 class RunFolders(dict[str, RunFolder]):
-    """Run folders by their path, each looked at once."""
+    """Run folders by their path, each read once."""
 
     def __missing__(self, path: str) -> RunFolder:
         self[path] = RunFolder(path)
@@ -331,7 +330,7 @@ def _hash(result: Mapping[str, Any]) -> str:
 
 
 def _wrong_shape(result: Any) -> str:
-    """What a reader of a result would stumble over; empty where it has the shape of one."""
+    """Why a value is not shaped like a result; empty where it is."""
     if not isinstance(result, dict):
         return "it is damaged: no object"
     for key, kind in SHAPE.items():
@@ -356,7 +355,7 @@ def _wrong_shape(result: Any) -> str:
 
 
 def _incomplete(result: Mapping[str, Any]) -> str:
-    """The first thing that a finished run's result lacks; empty where it has all."""
+    """The first part that a finished run's result lacks; empty where it is complete."""
     config, metrics = result.get("config", {}), result.get("metrics", {})
     has = {*result, *(f"config.{key}" for key in config), *(f"metrics.{key}" for key in metrics)}
     parts = [f"config.{key}" for key in OF_CONFIG if key not in ("track", "output_dir")]
@@ -385,7 +384,7 @@ def _wrong_config(config: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Position:
-    """As of the last rows. Texts are empty, and numbers None, where they do not say.
+    """The position by the last rows. Where these do not say, texts are empty and numbers None.
 
     ``epoch`` is ``3/12`` or ``3``, empty where steps are counted; ``steps`` likewise; ``phase``
     that of the last evaluation, ``validation`` its metric, as in ``accuracy 0.9312``.
@@ -400,8 +399,8 @@ class Position:
 
 
 def position_of(folder: Path, trainer: Mapping[str, Any]) -> Position | None:
-    """Where the run in a folder is, by what is known of the config's group ``trainer``; None before
-    the first row."""
+    """The position of the run in a folder, with the config's group ``trainer``, as far as it is
+    known; None before the first row."""
     rows = documents.newest_first(folder / METRICS)
     last = next((row for row in rows if type(row.get("step")) is int), None)
     if last is None:

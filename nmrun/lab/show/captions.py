@@ -1,7 +1,5 @@
-"""What stands above a table: what the numbers are, how they were compared, and what to beware of.
-
-Each is a line, the last only where there is something; :func:`method` has the rest.
-"""
+"""The lines above a table: what the numbers are, how they were compared, and what to beware of, if
+anything. :func:`method` has the rest."""
 
 from __future__ import annotations
 
@@ -10,12 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from nmrun import ranges
 from nmrun.lab.compare import notation, overall
+from nmrun.lab.compare.conditions import same
 from nmrun.lab.compare.notation import places, printed, unit, words
 from nmrun.lab.compare.overall import Overall
 from nmrun.lab.compare.statistics import FEWEST, Difference, seeds_for_half
 from nmrun.lab.compare.tables import Table
-from nmrun.lab.folders import settings
 from nmrun.lab.keys import options
+from nmrun.lab.output import quantity
 from nmrun.lab.show import cautions
 
 SPLITS = {"test": "on the test split", "eval": "on the validation split"}
@@ -26,8 +25,8 @@ STATISTICS = {"mean": "mean +- standard deviation", "median": "median", "best": 
 
 def title(table: Table, aliases: Mapping[str, str] | None = None) -> str:
     """What all runs of the table have in common: model and data set, optimizer, and epochs or
-    steps. Model and data set have the settings that are not their config's own. Of what was pruned
-    in one shot it says what that saw.
+    steps. Model and data set are followed by settings that are not their defaults, one-shot pruning
+    by its calibration data.
 
     Names are those of papers and the user's ``aliases``; None: as they are in configs.
     """
@@ -43,8 +42,7 @@ def title(table: Table, aliases: Mapping[str, str] | None = None) -> str:
     rate = f"learning rate {has['optimizer.lr']}" if "optimizer.lr" in has else ""
     by_steps = has.get("trainer.steps", "null") != "null"
     key, word = ("trainer.steps", "step") if by_steps else ("trainer.epochs", "epoch")
-    count = has.get(key, "")
-    length = count and f"{count} {word}{'s' * (count != '1')}"
+    length = quantity(has[key], word) if has.get(key) else ""
     return ", ".join(filter(None, [where, has.get("optimizer"), rate, length, _pruning(table)]))
 
 
@@ -52,13 +50,14 @@ def _pruning(table: Table) -> str:
     """What was pruned in one shot, by which calibration data; nothing where all runs trained."""
     if not table.pruned:
         return ""
-    samples = table.shared.get("recipe.samples", "")
     what = "" if table.pruned == "all" else f"{table.pruned} "
-    return f"{what}pruned in one shot with {f'{samples} ' * bool(samples)}calibration samples"
+    samples = table.shared.get("recipe.samples", "")
+    number = f"{samples} " if samples else ""
+    return f"{what}pruned in one shot with {number}calibration samples"
 
 
 def _other_than(group: str, shared: Mapping[str, str]) -> str:
-    """The settings of a model or data set that are not those of its config, in brackets."""
+    """The settings of a model or data set that are not its defaults, in brackets."""
     name = shared[group]
     keys = options.keys(group, name) if name in options.names(group) else {}
     # lists of layers are long, and what another key decides is said by that
@@ -70,13 +69,13 @@ def _other_than(group: str, shared: Mapping[str, str]) -> str:
     other = [
         f"{key}={shared[f'{group}.{key}']}"
         for key, default in usual.items()
-        if f"{group}.{key}" in shared and not settings.same(shared[f"{group}.{key}"], default)
+        if f"{group}.{key}" in shared and not same(shared[f"{group}.{key}"], default)
     ]
     return f" ({', '.join(other)})" if other else ""
 
 
 def caption(table: Table) -> list[str]:
-    """Of the values."""
+    """The lines above the values."""
     split, slash, name = table.metric.removeprefix("best/").partition("/")
     best = table.metric.startswith("best/")
     weights = "best weights by validation" if best else "last weights"
@@ -95,8 +94,9 @@ def bold(table: Table) -> str:
     """What bold print marks: ``best sparse recipe of each column``; dense training is no rival."""
     axis, agree = table.compared
     keys = table.column_keys if axis == "row" else table.row_keys
-    who = "sparse " * bool(table.references) + ("recipe" if "recipe" in keys else "setting")
-    return f"best {who} of each {' and '.join([axis, *map(notation.setting, agree)])}"
+    kind = "sparse " if table.references else ""
+    who = "recipe" if "recipe" in keys else "setting"
+    return f"best {kind}{who} of each {' and '.join([axis, *map(notation.setting, agree)])}"
 
 
 def untested(gaps: Iterable[Difference]) -> str:
@@ -106,32 +106,30 @@ def untested(gaps: Iterable[Difference]) -> str:
 
 
 def comparison(table: Table) -> list[str]:
-    """Of the differences."""
+    """The lines above the differences."""
     gaps = list(table.differences.values())
     tested = [gap for gap in gaps if gap.p is not None]
-    several = table.several_metrics
-    units = (
-        (" (accuracies in percentage points)" if "accuracy" in table.metric else "")
-        if several
-        else _in(table.metric, difference=True)
-    )
+    units = ""
+    if not table.several_metrics:
+        units = _in(table.metric, difference=True)
+    elif "accuracy" in table.metric:
+        units = " (accuracies in percentage points)"
     whom = ", ".join(words(table.row_keys, row) for row in table.baseline)
     first = f"Difference to {whom}{units}, seed by seed, with its 95 % interval"
-    notes = [f"{first}{' and p-value' * bool(tested)} (number of seeds)"]
-    few = ["no test for fewer than three seeds"] * any(gap.n < FEWEST for gap in gaps)
+    beware = _line(cautions.of_differences(table))
     if not tested:
-        return [*notes, f"no test: {untested(gaps)}", *_line(cautions.of_differences(table))]
+        return [f"{first} (number of seeds)", f"no test: {untested(gaps)}", *beware]
     star = f" ({STAR})" if any(gap.significant for gap in gaps) else ""
-    least = smallest(table, ends=False)
-    power = f"{POWER} of {least} (median)"
-    count = f"{len(tested)} comparison{'s' * (len(tested) != 1)}"
-    line = [f"paired t-test, Holm's correction for {count}{star}", *few]
-    line += [power] if least else []
-    return [*notes, "; ".join(line), *_line(cautions.of_differences(table))]
+    notes = [f"paired t-test, Holm's correction for {quantity(len(tested), 'comparison')}{star}"]
+    if any(gap.n < FEWEST for gap in gaps):
+        notes.append("no test for fewer than three seeds")
+    if least := smallest(table, ends=False):
+        notes.append(f"{POWER} of {least} (median)")
+    return [f"{first} and p-value (number of seeds)", "; ".join(notes), *beware]
 
 
 def method(table: Table) -> str:
-    """How the numbers of the table come about, for who wants to know: sentences."""
+    """Sentences on how the numbers of the table were computed."""
     sentences = []
     if table.best:
         sentences.append("Recipes that equal the best at the digits shown are bold as well")
@@ -148,21 +146,23 @@ def method(table: Table) -> str:
             "Differences are over the seeds that both have. Each interval is Student's, not corrected, "
             "with a spread of at least one step of the metric"
         )
-        sentences += ["No interval for one seed"] if any(gap.n == 1 for gap in gaps) else []
+        if any(gap.n == 1 for gap in gaps):
+            sentences.append("No interval for one seed")
         if tests := sum(gap.p is not None for gap in gaps):
-            sentences += [
+            sentences.append(
                 f"Tests are two-sided, and Holm's method begins with the level 0.05/{tests}"
-            ]
+            )
             sentences += _least(table, tests)
-    return ". ".join(text[:1].upper() + text[1:] for text in sentences) + "." * bool(sentences)
+    return " ".join(f"{text[:1].upper()}{text[1:]}." for text in sentences)
 
 
 def _cautions(table: Table) -> list[str]:
-    """One line of what to know before the values are compared, if there is something."""
+    """A line of what to know before comparing the values, if there is anything."""
     notes = cautions.of_values(table)
-    notes += [f"(paper): {table.paper_source}"] if table.paper else []
-    versions = len(table.commits)
-    notes += [f"made by {versions} versions of the code"] * (versions > 1)
+    if table.paper:
+        notes.append(f"(paper): {table.paper_source}")
+    if len(table.commits) > 1:
+        notes.append(f"made by {len(table.commits)} versions of the code")
     return _line(notes)
 
 
@@ -171,9 +171,8 @@ def _line(notes: list[str]) -> list[str]:
 
 
 def smallest(table: Table, ends: bool = True) -> str:
-    """The smallest difference that could have been shown in each metric, median over the cells, and
-    with ``ends`` the range. Empty where no deviation is known.
-    """
+    """The smallest difference that could have been detected in each metric: the median over the
+    cells, with ``ends`` also the range. Empty where no deviation is known."""
     by_metric: dict[str, list[float]] = {}
     for place, gap in table.differences.items():
         if gap.least is not None:
@@ -194,15 +193,11 @@ def _least(table: Table, tests: int) -> list[str]:
     if not (difference := smallest(table)):
         return []
     counts = {gap.n for gap in table.differences.values() if gap.least is not None}
-    more = (
-        []
-        if len(counts) > 1
-        else [f"half of it would take {seeds_for_half(n, 0.05 / tests)} seeds" for n in counts]
-    )
-    return [
-        f"At that level there is {POWER} of {difference}, "
-        f"{'; '.join(['median (and range) over the cells', *more])}"
-    ]
+    sentence = f"At that level there is {POWER} of {difference}, median (and range) over the cells"
+    if len(counts) == 1:
+        seeds = seeds_for_half(counts.pop(), 0.05 / tests)
+        sentence += f"; half of it would take {seeds} seeds"
+    return [sentence]
 
 
 def _in(metric: str, difference: bool = False) -> str:
@@ -216,25 +211,29 @@ def _in(metric: str, difference: bool = False) -> str:
 def over_all_cells(
     rows: Sequence[Overall], tables: Sequence[Table], apart: Sequence[str]
 ) -> list[str]:
-    """Of the rows over all cells; ``apart`` are the data sets that have a column."""
+    """The lines above a table over all cells; ``apart`` are the data sets with a column of their
+    own."""
     baseline = ", ".join(dict.fromkeys(" ".join(row) for t in tables for row in t.baseline))
     metrics = ", ".join(dict.fromkeys(table.metric for table in tables))
     first = (
-        f"Difference to {baseline} in {metrics} over all cells together (positive is better), in standard deviations "
-        "of a run over its seeds, with 95 % intervals" + " (number of cells)" * bool(apart)
+        f"Difference to {baseline} in {metrics} over all cells together (positive is better), "
+        "in standard deviations of a run over its seeds, with 95 % intervals"
     )
+    if apart:
+        first += " (number of cells)"
     notes = []
     if least := sorted(each.mean.least for each in rows if each.mean.least is not None):
         count, middle = len(least), statistics.median(least)
         size = printed(middle, "", places(middle, "", middle / 5))
         star = f" ({STAR})" if any(each.mean.significant for each in rows) else ""
         notes += [
-            f"Welch's t-test, Holm's correction for {count} comparison{'s' * (count != 1)}{star}",
+            f"Welch's t-test, Holm's correction for {quantity(count, 'comparison')}{star}",
             f"{POWER} of {size} (median)",
         ]
     notes += _without(rows)
-    beware = ["not all rows have the same cells"] * (len({len(each.means) for each in rows}) > 1)
-    beware += _conditions(tables)
+    beware = _conditions(tables)
+    if len({len(each.means) for each in rows}) > 1:
+        beware.insert(0, "not all rows have the same cells")
     return [first, *("; ".join(line) for line in (notes, beware) if line)]
 
 
@@ -242,8 +241,11 @@ def _without(rows: Sequence[Overall]) -> list[str]:
     """Why rows have no interval or no test."""
     every = [list(each.parts.values()) for each in rows]
     fewest = min(len(part.gaps) for parts in every for part in parts)
-    notes = ["no test for fewer than three seeds of a data set"] if fewest < FEWEST else []
-    notes += ["no interval for fewer than two"] if fewest < 2 else []
+    notes = []
+    if fewest < FEWEST:
+        notes.append("no test for fewer than three seeds of a data set")
+    if fewest < 2:
+        notes.append("no interval for fewer than two")
     if not all(map(overall.weighed, every)):
         notes.append(
             "no interval and no test where a column has only the two rows compared: deviations must be of other runs"
@@ -252,7 +254,7 @@ def _without(rows: Sequence[Overall]) -> list[str]:
 
 
 def _conditions(tables: Sequence[Table]) -> list[str]:
-    """What to know of the runs when comparing them, and of which data sets."""
+    """What to know before comparing the runs, and for which data sets."""
     by_note: dict[str, list[str]] = {}
     for table in tables:
         for note in [*cautions.of_values(table), *cautions.of_differences(table)]:

@@ -1,4 +1,5 @@
-"""What to know of a table's runs before they are compared. Each is a note; none where all is well."""
+"""What to know of a table's runs before comparing them. Each function gives notes; none if all is
+well."""
 
 from __future__ import annotations
 
@@ -9,41 +10,48 @@ from nmrun import ranges
 from nmrun.lab.compare import notation
 from nmrun.lab.compare.notation import half_as_good, label, printed, words
 from nmrun.lab.compare.tables import FAR, SCORES, Table
+from nmrun.lab.output import quantity
 
 
 def of_values(table: Table) -> list[str]:
-    """Of all runs: how they were chosen, in what they differ, what is missing, what failed."""
+    """Notes on all runs: how they were chosen, in what they differ, what is missing, what failed."""
     return [*unlike(table), *selection(table), *failures(table), *switches(table), *control(table)]
 
 
 def of_differences(table: Table) -> list[str]:
-    """Of the rows and the baseline that they are compared with."""
-    keys = ", ".join(map(notation.setting, table.across))
-    whom = ", ".join(words(table.row_keys, row) for row in table.baseline)
-    unpaired = ", ".join(dict.fromkeys(_place(table, *place) for place in table.unpaired))
-    return [
-        *[f"compared across different {keys}"] * bool(keys),
-        *[f"no common seed with {whom}: {unpaired}"] * bool(unpaired),
-    ]
+    """Notes on the rows and the baseline that they are compared with."""
+    notes = []
+    if table.across:
+        notes.append(f"compared across different {', '.join(map(notation.setting, table.across))}")
+    if table.unpaired:
+        whom = ", ".join(words(table.row_keys, row) for row in table.baseline)
+        unpaired = ", ".join(dict.fromkeys(_place(table, *place) for place in table.unpaired))
+        notes.append(f"no common seed with {whom}: {unpaired}")
+    return notes
 
 
 def unlike(table: Table) -> list[str]:
-    """The settings that no row or column names and that are not the same in all cells; seeds too."""
+    """The settings, and seeds, that differ between cells though no row or column names them."""
     keys = list(map(notation.setting, table.differing))
     # a run without a value is counted in its cell
     seeds = {frozenset(cell.values) for cell in table.cells.values() if not cell.without}
-    keys += ["seeds"] * (len(seeds) > 1)
+    if len(seeds) > 1:
+        keys.append("seeds")
     return [f"not the same in all cells: {', '.join(keys)}"] if keys else []
 
 
 def selection(table: Table) -> list[str]:
-    """By what the runs were chosen: the best weights of each, and its settings."""
+    """How the runs were chosen: the best weights of each, and its settings."""
     split, _, _ = table.metric.removeprefix("best/").partition("/")
-    best, by_trials = table.metric.startswith("best/"), tuned(table)
-    several = table.several_metrics
-    choices = [*["weights"] * best, *["settings"] * bool(by_trials)]
-    choices *= split == "eval" and not several
-    notes = [f"these {' and '.join(choices)} were chosen by this very split"] * bool(choices)
+    by_trials = tuned(table)
+    choices, notes = [], []
+    if split == "eval" and not table.several_metrics:
+        if table.metric.startswith("best/"):
+            choices.append("weights")
+        if by_trials:
+            choices.append("settings")
+    if choices:
+        notes.append(f"these {' and '.join(choices)} were chosen by this very split")
     if table.candidates:
         notes.append(f"the best weights are of epochs with N:M weights: {_chosen_from(table)}")
     return notes + by_trials[:1]
@@ -77,12 +85,14 @@ def tuned(table: Table) -> list[str]:
     common = [
         s for s in next(iter(searches.values())) if all(s in other for other in searches.values())
     ]
-    over = [f"all over {', '.join(common)}"] * bool(common) + [
-        f"{', '.join(by_spaces[text])} over {' and '.join(rest)}"
-        for text, searched in searches.items()
-        if (rest := [space for space in searched if space not in common])
-    ]
-    return [f"each cell tuned before by {each}", *(["; ".join(over)] * bool(over))]
+    over = [f"all over {', '.join(common)}"] if common else []
+    for text, searched in searches.items():
+        if rest := [space for space in searched if space not in common]:
+            over.append(f"{', '.join(by_spaces[text])} over {' and '.join(rest)}")
+    notes = [f"each cell tuned before by {each}"]
+    if over:
+        notes.append("; ".join(over))
+    return notes
 
 
 def _spaces(over: str) -> str:
@@ -99,18 +109,20 @@ def _chosen_from(table: Table) -> str:
 
 
 def failures(table: Table) -> list[str]:
-    """The runs that are in no mean, and the seeds so far apart that one may have failed."""
+    """The runs that are in no mean, and cells whose seeds are so far apart that some may have
+    failed."""
     # a dense cell stands in several columns
     cells = {id(cell): cell for cell in table.cells.values()}.values()
     without = sum((Counter(cell.without) for cell in cells), Counter())
     without["failed"] -= table.failed
     notes = [
-        f"{_runs(count)} {reason}, in no mean" for reason, count in without.items() if count > 0
+        f"{quantity(count, 'run')} {reason}, in no mean"
+        for reason, count in without.items()
+        if count > 0
     ]
     if table.failed:
-        seeds = f"{table.failed} seed{'s' * (table.failed != 1)}"
         notes.append(
-            f"{seeds} failed: worse than the median of the cell by more than {FAR:g} deviations and a tenth"
+            f"{quantity(table.failed, 'seed')} failed: worse than the median of the cell by more than {FAR:g} deviations and a tenth"
         )
     return notes + _far_apart(table)
 
@@ -133,7 +145,7 @@ def _far_apart(table: Table) -> list[str]:
 
 
 def switches(table: Table) -> list[str]:
-    """In how many runs STEP's rule decided where to switch. In the others ``t_max`` did."""
+    """In how many runs STEP's rule decided the switch, and in how many ``t_max`` did."""
     decided = late = unknown = 0
     for run in table.runs.to_dict("records"):
         if run["status"] != "finished":
@@ -147,19 +159,20 @@ def switches(table: Table) -> list[str]:
     if not late and not unknown:
         return []
     if not late and not decided:
-        return [f"not known whether STEP's rule decided its switch: {_runs(unknown)}"]
-    others = [*[f"t_max in {late}"] * bool(late), *[f"not known of {unknown}"] * bool(unknown)]
-    total = decided + late + unknown
-    return [f"STEP's rule decided its switch in {decided} of {_runs(total)}, {', '.join(others)}"]
+        runs = quantity(unknown, "run")
+        return [f"not known whether STEP's rule decided its switch: {runs}"]
+    total = quantity(decided + late + unknown, "run")
+    parts = [f"STEP's rule decided its switch in {decided} of {total}"]
+    if late:
+        parts.append(f"t_max in {late}")
+    if unknown:
+        parts.append(f"not known of {unknown}")
+    return [", ".join(parts)]
 
 
 def control(table: Table) -> list[str]:
-    """Whether dense training stands beside sparse training, or could have."""
+    """A note if sparse training is not compared with dense training."""
     return [] if table.control or table.pruned == "all" else ["no dense run under these settings"]
-
-
-def _runs(count: int) -> str:
-    return f"{count} run{'s' * (count != 1)}"
 
 
 def _place(table: Table, row: notation.Key, column: notation.Key) -> str:

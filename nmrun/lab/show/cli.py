@@ -104,7 +104,7 @@ def _format(options: argparse.Namespace) -> str:
 
 
 def _content(options: argparse.Namespace) -> str:
-    from nmrun.lab.compare.runs import as_lines, as_text, filtered, read, summary, verify
+    from nmrun.lab.compare.runs import as_lines, as_text, filtered, read_runs, summary, verify
 
     style = _format(options)
     if options.runs:
@@ -112,7 +112,7 @@ def _content(options: argparse.Namespace) -> str:
         if asked := [f"--{name}" for name in of_cells if vars(options)[name] not in (None, False)]:
             allowed = "beside --runs stand --filter, --format, --out and --verify"
             raise ConfigError(f"--runs {asked[0]}: it is for a table's cells; {allowed}")
-        selection = filtered(read(_paths(options), options.verify), options.filter)
+        selection = filtered(read_runs(_paths(options), options.verify), options.filter)
         if options.verify:
             verify(selection)
         return as_text(as_lines(summary(selection)), style)
@@ -121,13 +121,13 @@ def _content(options: argparse.Namespace) -> str:
     from nmrun.lab.show.formats import render
 
     labels = _names(options.labels)
-    comparison = compare(read(_paths(options), options.verify), query, options.verify)
+    comparison = compare(read_runs(_paths(options), options.verify), query, options.verify)
     check_labels(comparison.tables, labels)
     return render(comparison, style, labels, options.method)
 
 
 def _query(options: argparse.Namespace, **more: Any) -> Query:
-    """What the words ask for; a verb has not all of the options."""
+    """The query of a command; no verb has all of the options."""
     from nmrun.lab.compare.comparison import Query, keys
 
     words = vars(options)
@@ -166,7 +166,7 @@ def _limits(text: str | None) -> tuple[float, float] | None:
 
 
 def _write(content: str, style: str, out: Path | None) -> None:
-    """To a file, whose name is printed, or to the terminal, where captions break at words."""
+    """Write to a file, whose name is printed, or to the terminal, where captions are wrapped."""
     if out is None:
         lines = content.split("\n")
         if style == "markdown":
@@ -221,7 +221,7 @@ def plot(argv: Sequence[str]) -> int:
         out = options.out or _default_file(paths, name)
         if out.suffix not in SUFFIXES:
             raise ConfigError(f"--out {out}: the suffix must be one of {', '.join(SUFFIXES)}")
-        from nmrun.lab.compare.runs import read
+        from nmrun.lab.compare.runs import read_runs
         from nmrun.lab.show import plots
         from nmrun.lab.show.style import Layout, save
 
@@ -234,7 +234,7 @@ def plot(argv: Sequence[str]) -> int:
             ylim=_limits(options.ylim),
             x=over,
         )
-        figures = plots.plot(read(paths), query, options.kind, layout)
+        figures = plots.plot(read_runs(paths), query, options.kind, layout)
         for i, figure in enumerate(figures):
             target = out if len(figures) == 1 else out.with_stem(f"{out.stem}-{i + 1}")
             save(figure, target)
@@ -299,7 +299,7 @@ def _paths(options: argparse.Namespace) -> list[str]:
 
 
 def _default_file(paths: Sequence[str], name: str) -> Path:
-    """Where a file about runs lies by default: in their folder, or here where they are in none."""
+    """The default place of a file about runs: their folder, or the current one if they are in none."""
     return Path(paths[0] if Path(paths[0]).is_dir() else ".", name)
 
 
@@ -346,7 +346,7 @@ def _experiments(options: argparse.Namespace) -> int:
 
 
 def _print(text: str) -> None:
-    """With hyphens for minus signs where the terminal has none, and no commands to it."""
+    """Print a text without control characters, with hyphens if the terminal has no minus sign."""
     text = neutral(text)
     try:
         text.encode(sys.stdout.encoding or "utf-8")

@@ -30,10 +30,10 @@ from nmrun.lab.show.style import (
 )
 
 MARKS = 7  # markers on a curve
-FEW = 7  # lines that one panel shows well
+FEW = 7  # at most so many lines in a panel
 SWITCHES = "STEP's switch"
 OVER = {"step": "training step", "epoch": "epoch", "seconds": "seconds of training steps"}
-SPEED = "steps_per_second"  # since the row before
+SPEED = "steps_per_second"  # counted since the row before
 
 
 # --- what was logged ------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class History:
         return Curve(places, values.mean(0), sd, len(values))
 
     def switches(self, row: Key, column: Key, x: str = "step") -> list[float]:
-        """Where STEP began to learn masks: a place for each run that did, in order."""
+        """Where STEP began to learn masks, in each run that did, in order."""
         places = [
             self._over(run, x)(np.array([event["step"]])).item()
             for run in self.cells.get((row, column), ())
@@ -107,7 +107,7 @@ class History:
         return sorted(places)
 
     def _over(self, run: Run, x: str) -> Callable[[np.ndarray], np.ndarray]:
-        """From steps of a run to what curves are over."""
+        """A function from a run's steps to the x axis of its curves."""
         lines = self._read(run)
         if x == "step" or not lines:
             return lambda steps: steps
@@ -128,7 +128,7 @@ class History:
 
 
 def rows(run: RunFolder) -> list[dict[str, Any]]:
-    """What a run logged; of a file that was changed since nothing, with a line that says so."""
+    """The rows that a run logged. For a file that was changed since, none, and a warning."""
     try:
         return [row for row in run.rows() if "step" in row]
     except RunError as error:
@@ -169,7 +169,7 @@ def curves(history: History, metric: str, layout: Layout) -> Figure | None:
             lines.append(curve)
     if all(len(curve.x) == 1 for curve in lines):
         return None
-    # where training begins is of no interest: the axis begins where the curves are after a tenth
+    # the beginning of training is of no interest: the axis fits the curves after a tenth of it
     if unit == 100.0 and not layout.ylim:
         low = min(float(curve.mean[curve.x >= 0.1 * curve.x[-1]].min()) for curve in lines)
         every[0].set_ylim(bottom=max(0.0, 100.0 * low - 2.0))
@@ -192,7 +192,7 @@ def _with(history: History, key: str) -> tuple[list[Key], list[Key]]:
 
 
 def _line(axes: Axes, curve: Curve, how: dict[str, Any], name: str) -> None:
-    """The mean with a band; markers are few, and lie elsewhere on each line."""
+    """Draw the mean with a band; markers are few, and at other places on each line."""
     every = max(1, len(curve.x) // MARKS)
     marks = (len(axes.lines) % every, every)
     axes.plot(curve.x, curve.mean, label=name, markevery=marks, **how)

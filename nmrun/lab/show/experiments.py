@@ -24,12 +24,12 @@ from nmrun.lab.words.identity import run_folder
 
 
 class Unfinished(ConfigError):
-    """An experiment of which there is nothing to show yet."""
+    """An experiment without anything to show yet."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """An experiment as it is reported: its tables, and those that its pictures are of."""
+    """An experiment in a report: its tables, and the tables that its pictures show."""
 
     experiment: Experiment
     scale: str
@@ -44,8 +44,7 @@ def sections(
     query: Query,
     intact: bool = False,
 ) -> list[Section]:
-    """Report experiments. One of several of which there is nothing to show yet is left out, and
-    that is said.
+    """Report experiments. Of several, those without anything to show yet are left out with a line.
 
     The keys, metrics and baseline of ``query`` win over an experiment's own. Raises ConfigError
     where there is nothing to show of any, and for a key that no run has.
@@ -144,7 +143,7 @@ def _from_log(run: RunFolder, metric: str) -> float | None:
 
 
 def compared(table: Table, baseline: str) -> Table:
-    """With differences to the experiment's baseline, unless too little is finished for that."""
+    """Add differences to the experiment's baseline, unless too few runs have finished."""
     with contextlib.suppress(ConfigError):
         return against(table, baseline)
     return table
@@ -181,7 +180,7 @@ def draw(sections: Sequence[Section], folder: Path) -> list[Path]:
 
 
 def _figures(section: Section) -> Iterator[tuple[str, Figure]]:
-    """Each picture with its kind; those for which nothing was logged are left out."""
+    """Each picture with its kind, without those for which nothing was logged."""
     for figure_of in section.experiment.figures:
         kind, _, key = figure_of.partition(" ")
         for table in section.picture_tables:

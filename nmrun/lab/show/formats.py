@@ -34,6 +34,7 @@ from nmrun.lab.compare.notation import (
 from nmrun.lab.compare.overall import Mean, Overall, better, mean
 from nmrun.lab.compare.statistics import Cell, cell_value
 from nmrun.lab.compare.tables import Table
+from nmrun.lab.output import quantity
 from nmrun.lab.show import captions, cautions
 
 READABLE = ("markdown", "latex")
@@ -167,7 +168,8 @@ def _difference(table: Table, row: Key, column: Key) -> tuple[str, bool]:
         return "-", False
     error = (gap.spread or 0.0) / math.sqrt(gap.n)
     written = interval(gap.mean, gap.low, gap.high, metric, error, table.digits)
-    return f"{written}{p_value(gap.p)}{'*' * gap.significant} ({gap.n})", False
+    star = "*" if gap.significant else ""
+    return f"{written}{p_value(gap.p)}{star} ({gap.n})", False
 
 
 # --- over all cells -------------------------------------------------------------------------------
@@ -179,26 +181,22 @@ def _over_all_cells(comparison: Comparison) -> Grid:
     every = list(dict.fromkeys(data for each in rows for data in each.parts))
     apart = every if len(every) > 1 else []
     fails = any(each.failed for each in rows)
-    written = [
-        (
-            [short(label) for label in each.row],
-            [
-                (f"{better(each.means)} of {len(each.means)}", False),
-                *[(f"{each.failed} of {each.runs}", False)] * fails,
-                (interval(each.median, None, None, "", each.mean.error), False),
-                *((_part(each, data), False) for data in apart),
-                (_mean(each.mean) + p_value(each.mean.p) + "*" * each.mean.significant, False),
-            ],
-        )
-        for each in rows
-    ]
-    return Grid(
-        captions.over_all_cells(rows, tables, apart),
-        len(keys),
-        [*keys, "better in", *["failed"] * fails, "median cell", *apart, ALL],
-        written,
-        METHOD,
-    )
+    columns = [*keys, "better in"]
+    if fails:
+        columns.append("failed")
+    columns += ["median cell", *apart, ALL]
+    written = []
+    for each in rows:
+        star = "*" if each.mean.significant else ""
+        cells = [f"{better(each.means)} of {len(each.means)}"]
+        if fails:
+            cells.append(f"{each.failed} of {each.runs}")
+        cells.append(interval(each.median, None, None, "", each.mean.error))
+        cells += [_part(each, data) for data in apart]
+        cells.append(f"{_mean(each.mean)}{p_value(each.mean.p)}{star}")
+        written.append(([short(label) for label in each.row], [(cell, False) for cell in cells]))
+    above = captions.over_all_cells(rows, tables, apart)
+    return Grid(above, len(keys), columns, written, METHOD)
 
 
 def _part(each: Overall, data: str) -> str:
@@ -293,8 +291,10 @@ def latex(table: Table, aliases: Mapping[str, str] | None = None) -> str:
     above, columns = _columns(table, aliases)
     head = [*map(_heading, table.row_keys), *columns]
     comments = captions.caption(table)
-    comments += [*captions.comparison(table)] if table.baseline else []
-    comments += filter(None, [captions.method(table)])
+    if table.baseline:
+        comments += captions.comparison(table)
+    if method := captions.method(table):
+        comments.append(method)
     rows = [_line(table, *line, n, aliases) for line in table.with_paper]
     keys, rules, caption = len(table.row_keys), len(table.references), _caption(table, n, aliases)
     return environment(comments, caption, _name(table), [head, *rows], keys, rules, above)
@@ -421,8 +421,9 @@ def _caption(table: Table, n: int, aliases: Mapping[str, str] | None) -> str:
     where = captions.title(table, aliases or {})
     first = escape(": ".join(filter(None, [f"{what[:1].upper()}{what[1:]}", where])))
     statistic = {"mean": "mean and standard deviation", "median": "median", "best": "best"}
-    notes = [f"{first}; {statistic[table.statistic]} over {n} seed{'s' * (n != 1)}"]
-    notes += [captions.bold(table).capitalize() + " in bold"] if table.best else []
+    notes = [f"{first}; {statistic[table.statistic]} over {quantity(n, 'seed')}"]
+    if table.best:
+        notes.append(f"{captions.bold(table).capitalize()} in bold")
     if table.baseline:
         gaps = table.differences.values()
         whom = escape(", ".join({notation.written(row[0], aliases) for row in table.baseline}))
@@ -433,7 +434,8 @@ def _caption(table: Table, n: int, aliases: Mapping[str, str] | None) -> str:
             notes.append(f"No difference to {whom} is significant {test}")
         else:
             notes.append(f"{captions.untested(gaps).capitalize()}: no test")
-    notes += [f"Published: {escape(table.paper_source)}"] if table.paper else []
+    if table.paper:
+        notes.append(f"Published: {escape(table.paper_source)}")
     conditions = [*cautions.of_values(table), *cautions.of_differences(table)]
     notes += [escape(note[:1].upper() + note[1:]) for note in conditions]
     return ". ".join(notes) + "."
@@ -451,7 +453,9 @@ def _width(lines: Sequence[Sequence[str]]) -> float:
     def points(cell: str) -> float:
         small = "".join(re.findall(r"_\{\\pm (.*?)\}", cell))
         rest = re.sub(r"_\{\\pm .*?\}|\\[a-z]+|[{}$^]", "", cell)
-        return LETTER * len(rest) + SMALL * (len(small) + 2 * bool(small))
+        if not small:
+            return LETTER * len(rest)
+        return LETTER * len(rest) + SMALL * (len(small) + 2)  # the sign +- is two letters wide
 
     columns = zip(*lines, strict=True)
     return sum(max(map(points, column)) + BETWEEN for column in columns)

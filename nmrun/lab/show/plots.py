@@ -25,7 +25,8 @@ PLAIN = Layout()
 
 @dataclass(frozen=True)
 class Kind:
-    """``draw`` gives None where runs have nothing of this kind; ``nothing`` says so."""
+    """A kind of picture. ``draw`` gives None if runs have nothing of this kind; ``nothing`` says
+    so."""
 
     draw: Callable[[History, str, Layout], Figure | None]
     about: str
@@ -69,8 +70,8 @@ def logged(table: Table) -> str:
 
 
 def along(x: str | None, kind: str, query: Query) -> tuple[Query, str]:
-    """What a picture is drawn over: of what was logged ``step``, ``epoch`` or ``seconds``; of a
-    ratio any config key, which makes the query's columns.
+    """The x axis of a picture: ``step``, ``epoch`` or ``seconds`` for logged values; for ``ratio``
+    any config key, which becomes the query's columns.
 
     Raises ConfigError for an ``x`` or a baseline that this kind of picture has not.
     """

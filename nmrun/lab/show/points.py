@@ -20,7 +20,7 @@ from nmrun.patterns import Pattern, PatternError
 
 REFERENCE = {"marker": "s", "markerfacecolor": "none"}
 OTHERS = {"color": "#bbbbbb", "linewidth": 0.7, "zorder": 0}
-FEW = 7  # rows that one panel shows well
+FEW = 7  # at most so many rows in a panel
 FLOPS = "flops/training_arithmetic"
 Point = tuple[Key, float, float, float]  # column, x, y, deviation
 Name = tuple[str, float, float, float, str]  # text, x, y, points to the right, colour
@@ -82,7 +82,7 @@ def ratio(table: Table, layout: Layout) -> Figure | None:
 
 
 def alone(table: Table) -> bool:
-    """Whether a table has a single value, of which a picture shows a dot."""
+    """Whether a table has a single value, so that a picture would show only a dot."""
     cells = [cell for row in table.rows for cell in table.cells_of(row)]
     return sum(cell.mean is not None for cell in cells) < 2
 
@@ -130,11 +130,11 @@ def _coordinates(
     y: list[float] = []
     sd: list[float] = []
     for column, *point in points:
-        beside = but_ratio(keys, column) if "sparsity" in keys else None
-        gap = [math.nan] if x and beside != before else []
+        setting = but_ratio(keys, column) if "sparsity" in keys else None
+        gap = [math.nan] if x and setting != before else []
         for numbers, value in zip((x, y, sd), point, strict=True):
             numbers += [*gap, value]
-        before = beside
+        before = setting
     return x, y, sd
 
 
@@ -202,9 +202,9 @@ def flops(table: Table, layout: Layout) -> Figure | None:
         container = axes.errorbar(
             positions, means, deviations, label=label(table, row, layout), **how, elinewidth=0.9
         )
-        beside = ScaledTranslation(aside[row] / 72, 0, figure.dpi_scale_trans)
+        shift = ScaledTranslation(aside[row] / 72, 0, figure.dpi_scale_trans)
         for part in container.get_children():
-            part.set_transform(axes.transData + beside)
+            part.set_transform(axes.transData + shift)
         if row not in table.references and len(table.columns) > 1:
             named += [
                 (" ".join(column), x, y, aside[row], how["color"]) for column, x, y, _ in points
@@ -212,7 +212,7 @@ def flops(table: Table, layout: Layout) -> Figure | None:
         costs += [x for _, x, _, _ in points]
     if not costs:
         return None
-    # within a decade a logarithmic axis has hardly a number, or too many
+    # within a decade a logarithmic axis has hardly any labels, or too many
     if max(costs) > 10 * min(costs):
         axes.set_xscale("log")
     else:

@@ -1,4 +1,4 @@
-"""``nmrun report``: one HTML file with all that there is to know of some runs."""
+"""``nmrun report``: one HTML file with everything about some runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.compare import notation
 from nmrun.lab.compare.comparison import Query, TableSection, divide
 from nmrun.lab.compare.notation import label, short
-from nmrun.lab.compare.runs import read
+from nmrun.lab.compare.runs import read_runs
 from nmrun.lab.compare.tables import against
 from nmrun.lab.folders import status
 from nmrun.lab.runs.run_folder import RunFolders
@@ -33,7 +33,7 @@ from nmrun.lab.show.formats import Grid, Line
 from nmrun.lab.words.identity import is_in_id
 from nmrun.patterns import RATIO_KEYS
 
-MOST_LINES = 200  # lines of a list; what is more is counted
+MOST_LINES = 200  # at most so many lines of a list; the rest is counted
 # keys without a dot that are part of a config
 OWN = ("recipe", "sparsity", "dataset", "model", "optimizer", "schedule")
 COLUMNS = ("recipe", "sparsity", "dataset", "model", "seed")  # of runs, before their metric
@@ -46,7 +46,7 @@ def write(paths: Sequence[str], query: Query, target: Path) -> None:
     part has.
     """
     folders = RunFolders()
-    parts = divide(read(paths, folders=folders), replace(query, baseline=""))
+    parts = divide(read_runs(paths, folders=folders), replace(query, baseline=""))
     runs = pd.concat([part.table.runs for part in parts])
     every = [run for path in paths for run in status.runs(Path(path), folders)]
     states = list({os.path.realpath(run.folder): run for run in every}.values())
@@ -177,7 +177,7 @@ def _combinations(runs: pd.DataFrame, differing: Sequence[str]) -> Markup:
 
 
 def _environments(runs: pd.DataFrame, folders: RunFolders) -> tuple[Markup, int]:
-    """What the runs were made with, counted; and the number of versions of the code."""
+    """The environments of the runs, counted; and the number of versions of the code."""
     counts: Counter[str] = Counter()
     for folder, commit in zip(runs["folder"], runs["commit"], strict=True):
         of_file = {"commit": label(commit)}

@@ -1,6 +1,5 @@
-"""How pictures look: told apart by colour, marker and line, so that print in grey and colour-blind
-readers lose nothing. ``paper.mplstyle`` has fonts, sizes and lines.
-"""
+"""The looks of pictures. Lines differ in colour, marker and dashes, so that nothing is lost in grey
+print or to colour-blind readers. ``paper.mplstyle`` has fonts, sizes and lines."""
 
 from __future__ import annotations
 
@@ -28,6 +27,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.compare import notation
 from nmrun.lab.compare.notation import Key
 from nmrun.lab.compare.tables import Table
+from nmrun.lab.output import quantity
 from nmrun.lab.show import captions
 from nmrun.patterns import Pattern, PatternError
 
@@ -38,7 +38,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", INK
 MARKERS = "osD^vPX*"  # one more than colours, so that no two of the first 56 lines look the same
 LINES = ("-", "--", "-.", ":")
 REFERENCE_LINES = ("--", ":", "-.")
-MARK = "mark"  # of what is no row of the table
+MARK = "mark"  # for lines that are no row of the table
 ACROSS = 3  # panels in a row, and one more where they would be four rows
 NARROW = 4.6  # inches; a legend beside takes too much of less
 LOWEST = 2.1  # inches; of a panel with its labels
@@ -48,7 +48,7 @@ LETTERS, LINE = 14, 0.16  # letters on an inch, and inches of a line, in the sty
 
 @dataclass(frozen=True)
 class Layout:
-    """What the user wants of a picture; None: what suits it.
+    """The user's wishes for a picture; None: the default.
 
     ``title`` is by default what all runs have in common; empty: none. ``width`` and ``height`` are
     in inches; fonts keep their size. ``labels`` win over the names of papers. ``ylim`` is in the
@@ -105,7 +105,7 @@ def of_number(i: int) -> dict[str, Any]:
 
 
 def label(table: Table, row: Key, layout: Layout) -> str:
-    """Name a row, and how many of its runs the picture does not show."""
+    """The name of a row, with the number of its runs that the picture does not show."""
     missing = sum((Counter(cell.without) for cell in table.cells_of(row)), Counter[str]())
     name = " ".join(notation.column(table.row_keys, row, layout.labels))
     reasons = ", ".join(f"{count} {reason}" for reason, count in missing.items())
@@ -117,8 +117,8 @@ def seeds(table: Table) -> str:
     counts = sorted({cell.n for cell in table.cells.values() if cell.n})
     if not counts:
         return "no seed"
-    number = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return f"{number} seed{'s' * (counts != [1])}"
+    fewest, most = counts[0], counts[-1]
+    return quantity(fewest if fewest == most else f"{fewest} to {most}", "seed")
 
 
 def title(figure: Figure, table: Table, layout: Layout) -> None:
@@ -223,14 +223,31 @@ def _turn_off_formulas(figure: Figure) -> None:
             text.set_parse_math(False)
 
 
+IN_THE_DARK = (
+    "<style>@media (prefers-color-scheme: dark) {"
+    + "".join(
+        f'[style*="{what}: {INK}"] {{{what}: #e6e6e6 !important}}' for what in ("fill", "stroke")
+    )
+    + "}</style>"
+)
+
+
 def save(figure: Figure, out: Path) -> None:
-    """The format follows the suffix of ``out``."""
+    """The format follows the suffix of ``out``. SVG can be read on light and on dark pages."""
     _turn_off_formulas(figure)
     buffer = io.BytesIO()  # a full disk breaks matplotlib's writing of PDF
     dated = {".svg": "Date", ".pdf": "CreationDate"}.get(out.suffix)  # same runs, same bytes
+    metadata = {dated: None} if dated else None
+    svg = out.suffix == ".svg"
     with looks(out.stem):
-        figure.savefig(buffer, format=out.suffix[1:], metadata={dated: None} if dated else None)
-    atomic.write(out, buffer.getvalue(), shared=True)
+        figure.savefig(buffer, format=out.suffix[1:], metadata=metadata, transparent=svg)
+    drawn = buffer.getvalue()
+    atomic.write(out, for_dark_pages(drawn) if svg else drawn, shared=True)
+
+
+def for_dark_pages(svg: bytes) -> bytes:
+    """A transparent picture whose ink is light where the page is dark."""
+    return svg.replace(b"</svg>", f"{IN_THE_DARK}</svg>".encode())
 
 
 def embedded(figure: Figure, name: str) -> Markup:

@@ -26,7 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from nmrun.errors import ConfigError, RunError, first_line, leads, refuse, tell
-from nmrun.lab import verbs
+from nmrun.lab import output
 from nmrun.lab.folders import sweep
 from nmrun.lab.folders.sweep import recorded
 from nmrun.lab.keys.config import Config
@@ -97,7 +97,7 @@ def checked(overrides: list[str], multirun: bool, config_dir: str | None = None)
     ]
     asked = precheck.read(sweeps, multirun, config_dir)
     tell([] if multirun else command_line.without_effect(overrides))
-    verbs.no_longer_waiting()  # a launcher's processes would write behind it
+    output.no_longer_waiting()  # a launcher's processes would write behind it
     return asked
 
 
@@ -127,7 +127,7 @@ def _launch(flags: list[str], overrides: list[str]) -> int:
 def _launch_side_by_side(
     folder: Path, launcher: str, flags: list[str], overrides: list[str]
 ) -> int:
-    """Likewise, by a launcher that runs jobs side by side, while lines tell of those that end."""
+    """Likewise, by a launcher that runs jobs side by side, with a line for each job that ends."""
     with (
         workers.Sweeper(folder, waits=launcher == "joblib") as sweeper,
         JobLines(folder, lambda: sweeper.catch(signal.SIGPIPE)),
@@ -148,10 +148,10 @@ def _launch_side_by_side(
 
 
 def _lost_job(launcher: str) -> type[Exception] | tuple[()]:
-    """What a launcher raises for one of its jobs, whatever the others do."""
+    """The error that a launcher raises for one job, whatever the others do."""
     if not launcher.startswith("submitit"):
         return ()
-    from submitit.core.utils import UncompletedJobError  # which jobs elsewhere do without
+    from submitit.core.utils import UncompletedJobError  # which jobs elsewhere do not have
 
     error: type[Exception] = UncompletedJobError
     return error
@@ -175,7 +175,7 @@ def _job(composed: DictConfig) -> None:
     workers.end_with_sweep()
     folder = Path(os.environ[sweep.SWEEP]) if job.mode == RunMode.MULTIRUN else None
     overrides = [command_line.unescaped(word) for word in job.overrides.task]
-    with verbs.ends_quietly(), without_others_configs():  # jobs may run in other processes
+    with output.ends_quietly(), without_others_configs():  # jobs may run in other processes
         if folder:
             number = job.job.num + 1
             command = command_line.of_hydra(job, overrides)
@@ -212,10 +212,10 @@ def _run_in_worker(
     interrupted = {"status": "interrupted", "signal": int(signal.SIGTERM)}
     began = time.monotonic()
     if sweep.read(folder).signal is not None:
-        outcome = interrupted  # and the job is not reached
+        outcome = interrupted  # this job is never begun
     else:
         try:
-            with workers.ends_by_signal(), verbs.logged(sweep.log_of(folder, number)):
+            with workers.ends_by_signal(), output.logged(sweep.log_of(folder, number)):
                 outcome = run_job(folder, number, composed, overrides, command, begins)
         except KeyboardInterrupt:
             outcome = interrupted
@@ -255,7 +255,7 @@ def run_job(
     began = time.monotonic()
     head = sweep.title(folder, number, overrides)
     if asked.dry:
-        verbs.waiting(head)  # a list of all follows at the end
+        output.waiting(head)  # a list of all follows at the end
     else:
         print(head, flush=True)
     outcome = _outcome_of(asked, folder.name, command, begins)
@@ -282,9 +282,9 @@ def _outcome_of(
 
 @functools.cache
 def _runner() -> Any:
-    """The module that trains, with torch. What is imported stays until the process ends: searching
-    it for garbage, again and again and once more at the end, would take half a second. A process that
-    has torch already is somebody else's, and so is its garbage."""
+    """The module that trains, with torch. What is imported now stays until the process ends, so the
+    garbage collector need not search it, which would take half a second in all. In a process that
+    has torch already, the collector is left alone."""
     if "torch" in sys.modules:
         from nmrun.lab.train import runner
 
@@ -319,11 +319,11 @@ def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str
     if sweep is None or not config.dry:
         with contextlib.suppress(OSError):  # a full disk behind the output must not end a run
             print(title(config), flush=True)
-        verbs.waiting("loading torch and the data")
+        output.waiting("loading torch and the data")
     try:
         run = _runner().run
     except (ImportError, OSError, MemoryError) as error:  # with too little memory, say
-        first: BaseException = error  # numpy says the reason below forty lines of advice
+        first: BaseException = error  # numpy gives the reason below forty lines of advice
         while before := first.__cause__ or first.__context__:
             first = before
         line = f"torch, or what a run needs beside it, cannot be loaded: {first_line(first)}"

@@ -24,9 +24,8 @@ class NMSweeper(BasicSweeper):
     def split_arguments(  # type: ignore[override]  # a static method there
         self, overrides: list[Override], max_batch_size: int | None
     ) -> list[list[list[str]]]:
-        """The overrides of all jobs, in batches; given are ``hydra.sweeper.params``, then those of
-        one sweep.
-        """
+        """The overrides of all jobs, in batches. The arguments are ``hydra.sweeper.params``, then
+        the words of one sweep."""
         assert self.hydra_context is not None
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         params, jobs = overrides[: len(self.params)], []

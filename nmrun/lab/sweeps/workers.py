@@ -22,6 +22,7 @@ from typing import Any
 from nmrun.errors import tell
 from nmrun.lab.compare import notation
 from nmrun.lab.folders import sweep
+from nmrun.lab.output import span
 from nmrun.lab.signals import ECHO, ENDING, ends_with, heeded
 
 SWEEPER = "NMRUN_SWEEPER"  # tells job processes which process launched the sweep
@@ -32,8 +33,8 @@ LOOK = 0.1  # seconds between two looks at the others
 
 
 class Sweeper:
-    """While entered, the first signal is noted in ``caught`` and passed on to the running jobs. At a
-    second one the launcher ends them at once.
+    """While entered, the first signal is noted in ``caught`` and passed on to the running jobs. After
+    a second one the launcher ends them at once.
 
     ``waits``: this process has started the jobs' processes. Else the launcher handles signals.
     """
@@ -45,11 +46,12 @@ class Sweeper:
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> Sweeper:
-        for number in heeded() if self.waits else ():
-            self._former[number] = signal.signal(number, self.catch)
         if self.waits:
+            for number in heeded():
+                self._former[number] = signal.signal(number, self.catch)
             _start_trackers()
-            # for the workers, which handle none while they start; JobLines' thread has it
+            # workers inherit this, and have no handlers while they start; the thread of JobLines
+            # gets the signal
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         return self
 
@@ -63,7 +65,7 @@ class Sweeper:
         if self.caught is None:
             self.caught, self._since = number, time.monotonic()
             sweep.note_signal(self.folder, number)
-            # one who has the signal already, since it went to the whole group, takes it for its echo
+            # jobs that got the signal themselves, as the process group did, ignore this echo
             for process in sweep.read(self.folder).at_work:
                 with contextlib.suppress(OSError):
                     os.kill(process, signal.SIGTERM)
@@ -103,8 +105,8 @@ def signals_for_run() -> Iterator[None]:
 def _interrupting(
     afterwards: Mapping[signal.Signals, Callable[[int, FrameType | None], Any]],
 ) -> Iterator[None]:
-    """While entered, these signals raise KeyboardInterrupt, but in a run, which handles them. Then
-    they have the handlers that are given."""
+    """While entered, these signals raise KeyboardInterrupt, except in a run, which handles them.
+    Afterwards they have the handlers that are given."""
     for number in afterwards:
         signal.signal(number, signal.default_int_handler)
     try:
@@ -123,7 +125,8 @@ def launched_this() -> bool:
 
 
 def end_with_sweep() -> None:
-    """End a worker whose sweep's process has ended: it takes no other job, nor waits for one."""
+    """End a worker whose sweep's process has ended, so that it neither takes nor awaits another
+    job."""
     if launched_this() and os.getppid() != int(os.environ[SWEEPER]):
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -132,8 +135,8 @@ def end_with_sweep() -> None:
 
 @contextlib.contextmanager
 def ends_by_signal() -> Iterator[None]:
-    """While entered, a signal raises KeyboardInterrupt in a worker, but in a run, which handles it.
-    Afterwards none does anything: an idle worker has nothing to save."""
+    """While entered, a signal raises KeyboardInterrupt in a worker, except in a run, which handles
+    it. Afterwards signals are ignored: an idle worker has nothing to save."""
     if not launched_this():
         yield
         return
@@ -146,7 +149,7 @@ def _idle(number: int, frame: FrameType | None) -> None:
 
 
 def wait_for_others(folder: Path) -> None:
-    """Wait until no other process has a job of the sweep that is recorded in a folder."""
+    """Wait until no other process runs a job of the sweep whose record is in ``folder``."""
     while launched_this() and any(map(_alive, sweep.read(folder).at_work - {os.getpid()})):
         end_with_sweep()
         time.sleep(LOOK)
@@ -211,7 +214,7 @@ def job_line(folder: Path, record: sweep.Record, line: dict[str, Any]) -> str:
     if status in ("finished", "skipped") and line.get("metric"):
         scores = notation.by_split(final, line["metric"])
         status = "finished already" if status == "skipped" else status
-        took = f"; {sweep.span(line['seconds'])}" if line["status"] == "finished" else ""
+        took = f"; {span(line['seconds'])}" if line["status"] == "finished" else ""
         return f"{sweep.name(record, line)}: {status}, {line['metric']} {scores}{took}"
     parts = [f"{status}: {line['error']}" if line.get("error") else status]
     if status in ("failed", "refused", "killed") and line.get("job"):

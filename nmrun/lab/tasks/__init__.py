@@ -37,7 +37,7 @@ def build(config: Config, device: torch.device) -> Task:
 
 
 def _own_task(target: str, config: Config, device: torch.device) -> Task:
-    from nmrun.lab.tasks.base import adopted
+    from nmrun.lab.tasks.base import own_task
 
     builder = find("dataset._target_", target, {})
     try:
@@ -49,5 +49,5 @@ def _own_task(target: str, config: Config, device: torch.device) -> Task:
             f"dataset._target_={target} returned a {type(made).__name__}, and no task as "
             "nmrun.lab.tasks.base.Task is"
         )
-    task: Task = adopted(made)
+    task: Task = own_task(made)
     return task

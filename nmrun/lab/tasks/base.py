@@ -1,4 +1,5 @@
-"""What the loop needs from a task. A task knows data, loss and metrics, and nothing of training."""
+"""What the training loop needs from a task. A task knows data, loss and metrics, but nothing about
+training."""
 
 from __future__ import annotations
 
@@ -77,8 +78,8 @@ class Task(ABC):
         return [self.size(batch) for batch in self.micro_batches(epoch, index, parts)]
 
     def mean_size(self) -> float:
-        """The items of a whole batch. Of unequal ones it is the mean of the first epoch's, or of the
-        first hundred."""
+        """The items of a whole batch. If batches differ, the mean over the first epoch's, or over
+        the first hundred."""
         batches = range(1 if self.equal_batches else min(self.batches_per_epoch, 100))
         return sum(sum(self.sizes(0, index, 1)) for index in batches) / len(batches)
 
@@ -102,9 +103,9 @@ class Task(ABC):
         )
 
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
-        """What :meth:`metrics_of` needs to know of a rank's share of a split.
+        """What :meth:`metrics_of` needs from a rank's share of a split.
 
-        Every rank makes the same number of passes through the model (see :func:`turns`), as models
+        Every rank makes the same number of passes through the model (see :func:`batches_of_rank`), as models
         in shards need it.
         """
         raise NotImplementedError
@@ -114,7 +115,7 @@ class Task(ABC):
         raise NotImplementedError
 
     def close(self) -> None:  # noqa: B027
-        """The run has ended: end the processes that read data, if there are any."""
+        """Called at the end of the run: end the processes that read data, if there are any."""
 
     @abstractmethod
     def example(self) -> Batch:
@@ -122,7 +123,7 @@ class Task(ABC):
 
 
 class Categorical(Task):
-    """A task whose loss is one of logits over classes, so that a teacher can say them too."""
+    """A task whose loss is computed from logits over classes, so that a teacher can give them too."""
 
     @abstractmethod
     def logits(self, model: Any, batch: Batch) -> Tensor:
@@ -142,9 +143,8 @@ class ItemBatches(Task):
     batch_size: int
 
     def cut(self, count: int, items: str, batch_size: int, limit: int | None) -> None:
-        """Cut an epoch of ``count`` items into batches, ``limit`` at most; a last smaller one is
-        left out. ConfigError for fewer items than a batch takes.
-        """
+        """Cut an epoch of ``count`` items into at most ``limit`` batches; a smaller last one is
+        left out. ConfigError for fewer items than a batch takes."""
         if batch_size > count:
             raise ConfigError(f"trainer.batch_size={batch_size}: there are only {count} {items}")
         self.batch_size = batch_size
@@ -186,7 +186,7 @@ class InMemory(ItemBatches):
         return [rows[piece.start : piece.stop] for piece in self.pieces(parts, mine)]
 
 
-def adopted(task: Any) -> Any:
+def own_task(task: Any) -> Any:
     """A task of the user's own, which may know nothing of shares: then each rank prepares whole
     batches.
 
@@ -228,8 +228,8 @@ def check_batch(method: str, batch: Any) -> None:
 
 
 def as_logits(output: Any, items: Sequence[int], classes: int) -> Tensor:
-    """What a network gave, which may be the user's own. ConfigError where it is no tensor (items...,
-    classes), or one of more classes."""
+    """Check the output of a network, which may be the user's own. ConfigError where it is no tensor
+    (items..., classes), or has more classes."""
     takes = f"this task takes a tensor of logits, {(*items, classes)}"
     if not isinstance(output, Tensor):
         hint = "; return its .logits" if hasattr(output, "logits") else ""
@@ -242,7 +242,7 @@ def as_logits(output: Any, items: Sequence[int], classes: int) -> Tensor:
 def limited(
     splits: Mapping[str, T], most: int | None, first: Callable[[T, int], T]
 ) -> dict[str, T]:
-    """Splits by name of which at most ``most`` items are evaluated (None: all); ``train`` stays
+    """The splits by name, cut to the ``most`` items that are evaluated (None: all); ``train`` stays
     whole.
 
     ``first`` makes a split of at most so many items.
@@ -254,14 +254,14 @@ def limited(
 
 
 def thinned(split: Any, most: int) -> Any:
-    """At most so many items of a split, at equal distances, as classes may come one by one."""
+    """At most so many items of a split, evenly spaced, since files may be sorted by class."""
     items, labels = split
     distance = -(-len(labels) // most)
     return items[::distance], labels[::distance]
 
 
 def picked(pieces: Sequence[T], mine: range | None) -> list[T]:
-    """The neighbouring pieces with these numbers, from 0; None: all."""
+    """The pieces with these consecutive numbers, from 0; None: all."""
     return list(pieces if mine is None else pieces[mine.start : mine.stop])
 
 
@@ -272,13 +272,14 @@ def chunks(count: int, parts: int) -> list[range]:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on the device, without a wait for what the device still has to do."""
+    """Copy a tensor from the CPU to the device, without waiting for the device's pending work."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-# Who is told how far an evaluation is: with the batch that begins, from 0, and their number.
+# A function that is told the progress of an evaluation: the batch that begins, from 0, and their
+# number.
 Progress = Callable[[int, int], None]
 evaluating: ContextVar[Progress | None] = ContextVar("evaluating", default=None)
 
@@ -292,24 +293,23 @@ def watched(batches: Sequence[T]) -> Iterator[T]:
         yield batch
 
 
-def turns(count: int, rank: int, world: int) -> list[tuple[int, bool]]:
+def batches_of_rank(count: int, rank: int, world: int) -> list[tuple[int, bool]]:
     """Which of ``count`` batches a rank evaluates, each ``world``-th, and whether each counts.
 
-    There are as many on all ranks. Where a rank has no batch left, it passes the last one through
-    the model once more, and that does not count.
-    """
+    All ranks get equally many. A rank without a batch left passes the last one through the model
+    again, which does not count."""
     numbers = range(rank, -(-count // world) * world, world)
     return [(min(number, count - 1), number < count) for number in numbers]
 
 
 def generator(*numbers: int) -> torch.Generator:
-    """Random numbers for whole numbers, such as seed, epoch and index, whatever was drawn before."""
+    """A random generator that depends only on these whole numbers, such as seed, epoch and index."""
     # torch's CPU generator looks at the low 32 bits of a seed only, so they are mixed into them
     return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
-    """A permutation of the items for an epoch, the same whatever was drawn before."""
+    """A permutation of the items that depends only on seed and epoch."""
     # torch's CPU generator looks at the low 32 bits of a seed only, so the pair must be mixed into
     # them; another way than of generator() would change the order of finished runs
     mixed = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**32)

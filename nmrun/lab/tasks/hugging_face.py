@@ -1,4 +1,4 @@
-"""What Hugging Face's ``from_pretrained`` gives, with errors of one line."""
+"""Hugging Face's ``from_pretrained``, with errors of one line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def fetch(kind: str, key: str, source: str, **options: Any) -> Any:
     try:
         with quiet():
             loader = getattr(transformers, kind).from_pretrained
-            return loader(str(place), trust_remote_code=False, **options)  # else it asks
+            return loader(
+                str(place), trust_remote_code=False, **options
+            )  # else it would ask the user
     except Exception as error:  # each kind of file and of network has errors of its own
         line = textwrap.shorten(str(error) or type(error).__name__, 300)
         raise ConfigError(

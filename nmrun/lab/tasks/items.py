@@ -1,4 +1,4 @@
-"""Items that processes beside the training read from files as they are needed."""
+"""Items that worker processes read from files as they are needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Collated = tuple[Any, ...]
 
 
 class ItemReader:
-    """Batches of items that are read while the training is at earlier ones.
+    """Batches of items that are read ahead, while the training uses earlier ones.
 
     Each epoch is a fresh permutation of the training ``rows`` (N,), a pure function of (seed,
     epoch). A run that begins in the middle of an epoch begins to read there. ``collate`` makes a

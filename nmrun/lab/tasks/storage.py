@@ -1,4 +1,4 @@
-"""Where data are on this machine, and where what is made of them is kept."""
+"""Where data are on this machine, and where arrays made of them are kept."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def cached(
         try:
             half_done.rename(folder)
         except OSError:
-            if not folder.is_dir():  # otherwise another process was faster, with the same
+            if not folder.is_dir():  # otherwise another process has written the same arrays first
                 raise
     if (content := _whole(folder)) is None:
         raise RunError(f"{folder}: what was written there does not come back; is the disk damaged?")
@@ -133,7 +133,9 @@ def _remove_damaged(folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError), locks.hold(folder) as ours:
         if ours and _whole(folder) is None:
             with locks.folder_beside(folder) as part:
-                folder.rename(part / folder.name)  # at once: nobody sees a part of it
+                folder.rename(
+                    part / folder.name
+                )  # renamed at once, so that nobody sees a part of it
             _folders.discard(folder)
         elif not ours:
             time.sleep(0.1)

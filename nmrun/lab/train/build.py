@@ -20,7 +20,7 @@ from nmrun.fast.acceleration import accelerate
 from nmrun.fast.cpu.activations import pack_activations
 from nmrun.fast.measurement import Choice, from_data
 from nmrun.kernels import compiler
-from nmrun.lab import ranks, tasks, verbs
+from nmrun.lab import output, ranks, tasks
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.locks import free_gpu
@@ -32,7 +32,7 @@ from nmrun.step.activations import SparseActivations
 from nmrun.step.handle import Handle
 from nmrun.step.sparsify import sparsify
 
-# parameters; smaller networks on a CPU keep the bits of torch's defaults, larger ones the time
+# parameters: on a CPU smaller networks keep the bits of torch's defaults, larger ones are sped up
 LARGE = 1_000_000
 # from where on trainer.precision=auto is bf16 on CPUs that multiply such numbers: all weights, and the
 # median of the matrices, since a small matrix takes longer to cast than it gains
@@ -43,10 +43,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Parts:
-    """What a loop trains with. ``cost`` is that of one item.
-
-    Before the first step the recipe has begun, perhaps with a search for a permutation, which took
-    ``seconds``. ``events`` say what a trial found out.
+    """What a loop trains with. ``cost`` is that of one item. ``seconds`` is what the recipe's
+    beginning took, perhaps with a search for a permutation. ``events`` are what a trial found out.
     """
 
     task: Task
@@ -69,8 +67,8 @@ def prepare(config: Config) -> torch.device:
     trainer = config.trainer
     if trainer.threads is not None:
         torch.set_num_threads(trainer.threads)
-    # The same bits again, where torch has a way to: always on a CPU (with the same number of
-    # threads), mostly on a GPU.
+    # Reproducible bits where torch can give them: always on a CPU with the same number of threads,
+    # mostly on a GPU.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # use_deterministic_algorithms does the same and imports the compiler
     torch.set_deterministic_debug_mode("warn" if trainer.deterministic else "default")
@@ -80,8 +78,7 @@ def prepare(config: Config) -> torch.device:
 
 
 def device_of(name: str) -> torch.device:
-    """The device of ``auto``, ``cpu``, ``cuda`` or ``free``, which is torch's current one from then
-    on."""
+    """The device of ``auto``, ``cpu``, ``cuda`` or ``free``. It becomes torch's current device."""
     if name in ("cuda", "free") and not torch.cuda.is_available():
         raise ConfigError(
             f"trainer.device={name}: torch sees no CUDA device here; auto takes what there is"
@@ -89,14 +86,14 @@ def device_of(name: str) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     number = free_gpu(torch.cuda.device_count()) if name == "free" else ranks.local_rank()
-    # clocks, and libraries that take the current device for the right one
+    # for clocks, and for libraries that use the current device
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
 
 
 def precision_of(name: str, device: torch.device, parameters: Iterable[nn.Parameter] = ()) -> str:
-    """``fp32``, ``bf16`` or ``fp16``; ``auto`` is ``bf16`` where training these parameters is faster
-    so."""
+    """``fp32``, ``bf16`` or ``fp16``; ``auto`` is ``bf16`` where that trains these parameters
+    faster."""
     if name != "auto":
         return name
     if device.type == "cuda":
@@ -131,7 +128,7 @@ def build(
     device = prepare(config)
     task = tasks.build(config, device)
     if in_shards := trainer.distributed == "fsdp":
-        from nmrun.lab.train import fsdp  # half a second that others need not wait for
+        from nmrun.lab.train import fsdp  # imported here, since it takes half a second
     if in_shards and ranks.world() > 1:
         model, whole = fsdp.build(config, task, device)
     else:
@@ -198,7 +195,7 @@ def _planned_steps(config: Config, task: Task, whole: nn.Module, device: torch.d
 
 
 def check_budget(config: Config, steps: int, batches: int) -> None:
-    """ConfigError where the steps of a budget are too few epochs, of so many ``batches``."""
+    """Raise ConfigError where the steps of a budget are too few epochs of ``batches`` steps each."""
     trainer = config.trainer
     epochs = f"trainer.budget={trainer.budget}: that is {steps / batches:.2g} epochs"
     if trainer.steps is None and steps < batches:
@@ -248,12 +245,11 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
 
 
 def lay_out(model: nn.Module, device: torch.device, precision: str) -> None:
-    """Store the weights of convolutions with channels last where convolutions are faster so: on
-    GPUs in 16 bits, and on CPUs.
+    """Store the weights of convolutions with channels last where that is faster: on GPUs in 16
+    bits, and on CPUs.
 
-    It also puts the groups of a mask into one piece of memory. Sums run in another order, so small
-    networks on a CPU are left alone.
-    """
+    The groups of a mask are then contiguous too. Sums are taken in another order, so small networks
+    on a CPU are left alone."""
     faster = device.type == "cpu" or precision != "fp32"
     if faster and not _is_small_on_cpu(model.parameters(), device):
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -292,7 +288,7 @@ def _accelerated(config: Config, parts: Parts, times: Mapping[str, Any]) -> list
     mode, accumulate, known = trainer.acceleration, trainer.accumulate, from_data(times)
     clips = trainer.clip is not None
     choices = accelerate(
-        parts.handle, pass_once, mode, accumulate, why_not, clips, known, verbs.waiting
+        parts.handle, pass_once, mode, accumulate, why_not, clips, known, output.waiting
     )
     if device.type == "cpu" and not why_not:
         sparse, activations = parts.handle.sparse, parts.activations

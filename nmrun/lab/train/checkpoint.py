@@ -31,16 +31,17 @@ from nmrun.lab import ranks
 from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import CHECKPOINT, PREVIOUS
 
-WAIT = 100  # times what a checkpoint took, until the next one by time: these take 1 % at most
+WAIT = 100  # times what a checkpoint took, until the next one by time: 1 % of the run at most
 SHARDS = ("checkpoint.shards.0", "checkpoint.shards.1")  # taken in turn
 FOREIGN = "was changed, or is not of nmrun"
-# errors of reading what is no file, or a damaged one, where zipfile looks before its beginning
+# errors of reading something that is no file, or a damaged one, where zipfile seeks before its
+# start
 OF_DAMAGE = (errno.EINVAL, errno.EISDIR, errno.ELOOP)
 
 
 class CheckpointClock:
     """Says when a checkpoint by time is due (``every`` seconds; None: never), and counts in
-    ``spent`` the seconds of saving in all sittings."""
+    ``spent`` the seconds of saving in all sessions."""
 
     def __init__(self, every: float | None) -> None:
         self.every = every
@@ -99,9 +100,11 @@ def save_next(folder: Path, state: dict[str, Any]) -> None:
 def remove_unnamed(folder: Path) -> set[str]:
     """Remove the folders of shards that no checkpoint names; return those that one does."""
     shard_folders = {name for name in SHARDS if (folder / name).exists()}
+    if not shard_folders:
+        return set()
     named = set()
-    for name in (CHECKPOINT, PREVIOUS) if shard_folders else ():
-        # a damaged one can name nothing
+    for name in (CHECKPOINT, PREVIOUS):
+        # a damaged checkpoint names none
         with contextlib.suppress(ValueError):
             named.add(((load(folder / name, mapped=True) or {}).get("shards") or {}).get("folder"))
     for name in shard_folders - named:
@@ -116,12 +119,11 @@ def remove(folder: Path) -> None:
 
 
 def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
-    """The run's newest checkpoint that is whole, or None, and what is to be said of those that are
-    not. It is ``checkpoint.pt`` from here on.
+    """The run's newest checkpoint that is whole, or None, and messages about damaged ones. The one
+    returned is ``checkpoint.pt`` from here on.
 
-    All ranks call, and :func:`complete` what is returned. In several processes its tensors stay on
-    the disk until they are looked at. RunError for one that somebody else wrote.
-    """
+    All ranks call this, then :func:`complete` with what it returns. In several processes tensors
+    stay on the disk until they are used. RunError for a file that another program wrote."""
     several, messages = ranks.world() > 1, list[str]()
     for name in (CHECKPOINT, PREVIOUS):
         state, problem = None, ""
@@ -145,16 +147,18 @@ def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
             if messages:
                 messages.append(f"going on from {name}, the one before it")
             if ranks.leads() and name == PREVIOUS:
-                # or else the next save would keep the damaged one in its place
+                # else the next save would keep the damaged one as the previous checkpoint
                 os.replace(folder / PREVIOUS, folder / CHECKPOINT)
             ranks.from_leader(None)
             return state if ranks.leads() else _read(folder / CHECKPOINT, mapped=True), messages
-    return None, [*messages, "starting over"] if messages else []
+    if messages:
+        messages.append("starting over")
+    return None, messages
 
 
 def complete(folder: Path, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Give a state that :func:`load_last` gave its shards, in parts if ``model`` is sharded, in
-    however many processes, else whole. All ranks call."""
+    """Add the shards to a state of :func:`load_last`: in parts if ``model`` is sharded, over any
+    number of processes, else whole. All ranks call."""
     if record := state.pop("shards", None):
         from nmrun.lab.train import fsdp
 
@@ -182,7 +186,7 @@ def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[tuple[Any, ...],
 
 
 def _keep(path: Path, previous: Path) -> None:
-    """Let ``previous`` be what is at ``path``, which stays as it is at every moment."""
+    """Make ``previous`` the file at ``path``, which is whole at every moment."""
     partial = previous.with_name(previous.name + ".partial")
     partial.unlink(missing_ok=True)
     with contextlib.suppress(FileNotFoundError):
@@ -199,13 +203,12 @@ def _keep(path: Path, previous: Path) -> None:
 
 
 def load(path: Path, mapped: bool = False) -> dict[str, Any] | None:
-    """What :func:`save` wrote, on the CPU; None if there is no file. ``mapped`` leaves tensors on
-    the disk until they are looked at.
+    """Load what :func:`save` wrote, on the CPU; None if there is no file. ``mapped`` leaves tensors
+    on the disk until they are used.
 
     torch writes a checksum of every record and never looks at it again: it is checked here.
-    ValueError where the file is damaged, be it by one bit. Errors of the machine, such as too
-    little memory, stay as they are: the file may be whole.
-    """
+    ValueError where even one bit of the file is damaged. Errors of the machine, such as too little
+    memory, are passed on: the file may be whole."""
     try:
         with documents.opened(path) as file, zipfile.ZipFile(file) as records:
             broken = records.testzip()
@@ -218,7 +221,7 @@ def load(path: Path, mapped: bool = False) -> dict[str, Any] | None:
         state = _read(path, mapped)
     except FileNotFoundError:
         return None
-    except Exception as error:  # damage can surface as anything
+    except Exception as error:  # damage can raise any exception
         if out_of_memory(error) or (isinstance(error, OSError) and error.errno not in OF_DAMAGE):
             raise
         raise ValueError(first_line(error)) from error

@@ -1,6 +1,5 @@
-"""What a run says: what it is going to do, how far it is, and its lines in ``run.log``. On a terminal
-there is a live display.
-"""
+"""What a run prints: its plan, its progress, and the lines in ``run.log``. A terminal has a live
+display."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from nmrun.errors import folded, tell
 from nmrun.fast import acceleration
-from nmrun.lab import verbs
+from nmrun.lab import output
 from nmrun.lab.keys import ranges
 from nmrun.lab.keys.config import Config
 from nmrun.lab.tasks.base import evaluating
@@ -34,8 +33,8 @@ Fact = tuple[str, str]  # what it is, and the figure: ("train loss", "0.4132"), 
 
 @dataclass(frozen=True)
 class Status:
-    """How far a run is; ``epoch`` is ``3/12``, ``elapsed`` the seconds of this sitting, ``facts``
-    the figures, the most important ones first."""
+    """The progress of a run. ``epoch`` is such as ``3/12``, ``elapsed`` the seconds since the
+    process began, ``facts`` the figures, the most important first."""
 
     step: int
     total: int
@@ -59,7 +58,7 @@ class Console:
         self._live: Any = None
         self._status: Status | None = None
         self._draw_time = 0.0
-        self.on_terminal = verbs.is_terminal(sys.stdout)
+        self.on_terminal = output.is_terminal(sys.stdout)
 
     def say(self, text: str, error: bool = False, style: str = "") -> None:
         """Show a line on the screen, on a terminal in a ``style`` such as ``bold green``, and log
@@ -90,15 +89,14 @@ class Console:
             self.log = None
 
     def progress(self, now: Callable[[], Status]) -> None:
-        """Draw how far the training is, at most every ``REFRESH`` seconds and on a terminal
-        alone."""
+        """Draw the progress of the training on a terminal, at most every ``REFRESH`` seconds."""
         if self._due():
             self._status = now()
             self._draw()
 
     @contextlib.contextmanager
     def evaluation(self, what: str) -> Iterator[None]:
-        """Draw how far an evaluation is, ``what`` it is called beside it, while entered."""
+        """While entered, draw the progress of an evaluation under the name ``what``."""
 
         def tell(batch: int, total: int) -> None:
             if self._status is not None and self._due():
@@ -130,14 +128,14 @@ class Console:
 
 
 def _rich(error: bool = False) -> Any:
-    """Rich's console for lines as they are: it finds no numbers or marks in them."""
+    """Rich's console, which prints lines as they are, without highlighting or markup."""
     from rich.console import Console
 
     return Console(stderr=error, highlight=False, markup=False, emoji=False)
 
 
 def _live_display() -> Any:
-    """What is drawn anew in one place of the terminal, and taken away once it stops."""
+    """A display that is redrawn in place, and removed when it stops."""
     from rich.live import Live
 
     redirect = sys.stderr.isatty()
@@ -156,7 +154,7 @@ def _display(now: Status, width: int, evaluated: tuple[str, int, int] | None = N
 
     def bar(left: str, completed: int, total: int, right: str) -> Table:
         progress = ProgressBar(max(total, 1), completed)
-        if width - len(left) - len(right) < 14:  # no place for a bar between them
+        if width - len(left) - len(right) < 14:  # no room for a bar between them
             line = Table.grid(Column(ratio=1), expand=True)
             line.add_row(Text.assemble((left, "bold cyan"), f"  {right}"))
             line.add_row(progress)
@@ -188,10 +186,11 @@ def _clock(seconds: float) -> str:
 
 
 class RunProgress:
-    """What is shown of a run. ``row`` has the last value of everything that was logged."""
+    """The progress of a run as it is shown. ``row`` has the last value of everything that was
+    logged."""
 
     def __init__(self, steps: TrainingSteps) -> None:
-        self.steps = steps
+        self.steps, self.parts = steps, steps.parts
         self.row: dict[str, float] = {}
         self._began, self._begun = time.perf_counter(), steps.step
         self._sum: Tensor | float = 0.0
@@ -202,14 +201,14 @@ class RunProgress:
         self._began, self._begun = time.perf_counter(), self.steps.step
 
     def step(self, loss: Tensor) -> None:
-        """A step is made; its loss stays on the device."""
+        """Count a step; its loss stays on the device."""
         self._sum, self._count = self._sum + loss, self._count + 1
 
     def status(self) -> Status:
         steps, elapsed = self.steps, time.perf_counter() - self._began
-        completed, total = steps.step - self._begun, steps.total_steps
+        completed, total = steps.step - self._begun, self.parts.total_steps
         remaining = elapsed / completed * (total - steps.step) if completed else None
-        figures = [*facts(self.row, steps.task.metric), *_memory(steps.device)]
+        figures = [*facts(self.row, self.parts.task.metric), *_memory(self.parts.device)]
         return Status(steps.step, total, self._epoch(), self._phase(), figures, elapsed, remaining)
 
     def epoch(self, best: bool = False) -> str:
@@ -219,25 +218,28 @@ class RunProgress:
         if self._count:
             row = row | {"train/loss": float(self._sum) / self._count}
         self._sum, self._count = 0.0, 0
-        keys = ("train/loss", f"eval/{self.steps.task.metric}", "steps_per_second")
+        keys = ("train/loss", f"eval/{self.parts.task.metric}", "steps_per_second")
         cells = [f"epoch {self._epoch()}"]
         if ranges.steps(self.steps.trainer.eval_every):  # several lines of one epoch
-            total = str(self.steps.total_steps)
+            total = str(self.parts.total_steps)
             cells.append(f"step {self.steps.step:{len(total)}}/{total}")
-        cells += [f"{self._phase():6}"] if self.steps.handle.sparse else []
-        figures = facts({key: row[key] for key in keys if key in row}, self.steps.task.metric)
+        if self.parts.handle.sparse:
+            cells.append(f"{self._phase():6}")
+        figures = facts({key: row[key] for key in keys if key in row}, self.parts.task.metric)
         for what, figure in figures:
             width = self._widths[what] = max(self._widths.get(what, 0), len(figure))
             cells.append(f"{what} {figure:>{width}}" if what else f"{figure:>{width}}")
-        return "  ".join([*cells, *["best"] * best])
+        if best:
+            cells.append("best")
+        return "  ".join(cells)
 
     def _epoch(self) -> str:
-        batches = self.steps.task.batches_per_epoch
-        epochs = -(-self.steps.total_steps // batches)
+        batches = self.parts.task.batches_per_epoch
+        epochs = -(-self.parts.total_steps // batches)
         return f"{max(-(-self.steps.step // batches), 1):{len(str(epochs))}}/{epochs}"
 
     def _phase(self) -> str:
-        return self.steps.handle.phase if self.steps.handle.sparse else ""
+        return self.parts.handle.phase if self.parts.handle.sparse else ""
 
 
 def facts(row: Mapping[str, float], metric: str) -> list[Fact]:
@@ -285,7 +287,7 @@ def _memory(device: torch.device) -> list[Fact]:
 
 
 def plan_lines(config: Config, parts: Parts) -> list[str]:
-    """How long and on what a run trains, which weights are sparse, which are not and why, density
+    """The plan of a run: length, device, which weights are sparse, which are dense and why, density
     and FLOPs."""
     trainer, handle = config.trainer, parts.handle
     epochs = parts.total_steps / parts.task.batches_per_epoch
@@ -368,7 +370,7 @@ Row = tuple[str, str, tuple[int, ...], str]  # sparse or dense, name, shape, pat
 
 
 def layer_lines(rows: Sequence[Row]) -> list[str]:
-    """The weights, those that differ in a number of their names alone in one line: ``sparse 6 x
+    """The weights, a line for all whose names differ only in a number: ``sparse 6 x
     blocks.*.attn.qkv.weight 1536x512 2:4``."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for kind, name, shape, note in rows:
@@ -378,11 +380,11 @@ def layer_lines(rows: Sequence[Row]) -> list[str]:
         (kind, f"{len(names)} x {_joined(names)}" if len(names) > 1 else names[0], size, note)
         for (kind, _, size, note), names in groups.items()
     ]
-    return verbs.aligned(lines)
+    return output.aligned(lines)
 
 
 def _joined(names: Sequence[str]) -> str:
-    """One name for several: a star where their numbers differ."""
+    """One name for several, with a star where their numbers differ."""
     parts = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
     return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 

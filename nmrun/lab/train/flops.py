@@ -1,6 +1,5 @@
-"""FLOPs of inference and training, as a model is computed: dense, without the zeros, and as sparse
-tensor cores leave them out.
-"""
+"""FLOPs of inference and training: dense, without multiplications by zero, and without those that
+sparse tensor cores skip."""
 
 from __future__ import annotations
 
@@ -37,7 +36,8 @@ class Densities(NamedTuple):
 
 
 def weight_density(pattern: Pattern) -> float:
-    """What 2:4 sparse tensor cores make of a product with a weight that is N:M along the sum.
+    """The share of a dense product's cost that 2:4 sparse tensor cores need with a weight that is
+    N:M along the sum.
 
     For an even M and N up to M - 2 (6:8, 4:8) it is at most (M - 2) / M. SlideSparse (Shao et al.
     2026, arXiv 2603.05232) deals the weights of a group to M / 2 - 1 windows of four that overlap
@@ -53,8 +53,8 @@ def weight_density(pattern: Pattern) -> float:
 
 
 def hardware_density(pattern: Pattern) -> float:
-    """What 2:4 sparse tensor cores make of a product with an operand that is N:M along the sum, as
-    it lies.
+    """The share of a dense product's cost that 2:4 sparse tensor cores need with an operand that is
+    N:M along the sum, without rearranging it.
 
     They halve it where the operand is 2:4 as well; all else is dense to them: 1.0 for 4:8 or 2:6. A
     dimension that four do not divide is filled up with zeros. Of a V:N:M weight, V a multiple of
@@ -100,8 +100,10 @@ def _has_other_input_gradient(weight: SparseWeight) -> bool:
     return weight.layer is not None and weight.layer.other_input_gradient
 
 
-def beside(pattern: Pattern, feeds: bool, reads: bool, hardware: bool = False) -> Densities:
-    """What the products of a layer cost beside pruned activations Z = m * A, by the equations of
+def activation_densities(
+    pattern: Pattern, feeds: bool, reads: bool, hardware: bool = False
+) -> Densities:
+    """The costs of a layer's products with pruned activations Z = m * A, by the equations of
     ``nmrun.step.activations``.
 
     Arithmetically, Y = Z W^T and all gradients are left with N/M of their multiplications: their
@@ -111,14 +113,17 @@ def beside(pattern: Pattern, feeds: bool, reads: bool, hardware: bool = False) -
     """
     share = hardware_density(pattern) if hardware else pattern.density
     others = 1.0 if hardware else share
-    shares = [Densities(1.0, share, others)] if feeds else []
-    shares += [Densities(share, others, others)] if reads else []
+    shares = []
+    if feeds:
+        shares.append(Densities(1.0, share, others))
+    if reads:
+        shares.append(Densities(share, others, others))
     return joint_densities(*shares, hardware=hardware)
 
 
 def joint_densities(*shares: Densities, hardware: bool) -> Densities:
-    """What several sparse operands leave: arithmetically the product of the shares, as on average
-    where zeros lie independently; hardware gains from one."""
+    """The shares with several sparse operands. Arithmetically it is their product, which is the
+    mean for independent zeros; hardware gains from one operand only."""
     return Densities(
         *((min if hardware else math.prod)(each) for each in zip(*shares, strict=True))
     )
@@ -138,8 +143,8 @@ PEAKS = {
 # Parameters. Torch's Python for shapes on the meta device imports its compiler and sympy, 1.5 s, by
 # when a smaller network has computed an item or two.
 COMPUTED = 1_000_000
-# steps at most that a plan looks at, evenly spaced: a phase is then off by a ten-thousandth of the
-# run
+# at most so many steps of a plan are sampled, evenly spaced: a phase is off by a ten-thousandth of
+# the run
 PLANNED = 10_000
 
 
@@ -155,8 +160,8 @@ class Products(NamedTuple):
 
 
 class LayerFlops(NamedTuple):
-    """Layers that are alike, with their products. ``weight`` stands for all of theirs; ``feeds``
-    and ``reads``: of activations that may be pruned."""
+    """Layers with the same products. ``weight`` is one of their weights. They may feed or read
+    activations that are pruned."""
 
     weight: SparseWeight | None
     feeds: bool
@@ -186,8 +191,8 @@ class Flops:
 
     @property
     def forward_sparse(self) -> float:
-        """Inference with the final weights, and activations as in the last step, without a product
-        with 0."""
+        """Inference with the final weights, and activations as in the last step, without
+        multiplications by 0."""
         return self._inference(hardware=False)
 
     @property
@@ -232,12 +237,14 @@ class Flops:
         assert self.activations.pattern is not None
         pattern = self.activations.pattern
         return joint_densities(
-            shares, beside(pattern, part.feeds, part.reads, hardware), hardware=hardware
+            shares,
+            activation_densities(pattern, part.feeds, part.reads, hardware),
+            hardware=hardware,
         )
 
     def planned(self, recipe: Recipe, total_steps: int, hardware: bool = False) -> float:
-        """The mean of :meth:`training` over a run as planned. A switch that is found on the way
-        counts where it is at the latest."""
+        """The mean of :meth:`training` over a run as planned. A switch that is decided during the
+        run counts at its latest step."""
         steps = range(0, total_steps, -(-total_steps // PLANNED))
         return sum(self.training(recipe, step, hardware) for step in steps) / len(steps)
 
@@ -251,11 +258,10 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def steps_in(budget: str, cost: Flops, recipe: Recipe, total_steps: int, items: float) -> int:
-    """How many steps use up a budget, arithmetically: ``flops:<number>``, or ``flops:dense`` for
-    what ``total_steps`` dense steps would use.
+    """How many steps use up a budget of FLOPs, multiplications by zero left out: ``flops:<number>``, or
+    ``flops:dense`` for those of ``total_steps`` dense steps.
 
-    The phases of the recipe, which is that for ``total_steps``, are taken as fractions of the run.
-    """
+    ``recipe`` has begun for ``total_steps``; its phases keep their shares of the run."""
     target = budget.removeprefix("flops:")
     per_item = cost.dense * total_steps if target == "dense" else float(target) / items
     return round(per_item / cost.planned(recipe, total_steps))
@@ -270,11 +276,10 @@ def count(
 ) -> Flops:
     """Count one item, the task's ``example``, through a copy of a model, so that no state changes.
 
-    The copy is on the CPU where that is soon done, where the task asks for it, and where values say
-    what is computed, as a router's of experts. Else it is on the meta device, where nothing is
-    computed. ``taught``: a dense network like it is the teacher. The last layer before
-    ``activations`` feeds them, the next reads them.
-    """
+    The copy is on the CPU if that is quick, if the task asks for it, or if values decide what is
+    computed, as in a router of experts. Else it is on the meta device, where nothing is computed.
+    ``taught``: the teacher is a dense network of this kind. The last layer before ``activations``
+    feeds them, the next reads them."""
     parameters = list(model.parameters())
     small = sum(p.numel() for p in parameters) < COMPUTED and all(p.is_cpu for p in parameters)
     pruned = activations.modules if activations is not None and activations.pattern else ()
@@ -283,7 +288,7 @@ def count(
     else:
         try:
             twin, forward, backward, items = _counted(model, task, pruned, "meta")
-        except RuntimeError:  # it asked for a value
+        except RuntimeError:  # the forward pass needed a value
             twin, forward, backward, items = _counted(model, task, pruned, "cpu")
     sparse = {_storage(twin.get_parameter(weight.name)): weight for weight in weights}
     feeds = {before for before, after in pairwise(forward.order) if after is None}
@@ -309,8 +314,8 @@ def count(
 def _counted(
     model: nn.Module, task: Task, pruned: Iterable[str], place: str
 ) -> tuple[nn.Module, _Counter, _Counter, int]:
-    """A copy of a model, what its forward and its backward pass of the example cost, and the items
-    of that. ``pruned``: the modules whose outputs are N:M."""
+    """A copy of a model, the costs of a forward and a backward pass of the example, and its number
+    of items. ``pruned``: the modules whose outputs are N:M."""
     twin = copy.deepcopy(model).to(place)
     batch = tuple(tensor.to(place) for tensor in task.example())
     twin.train()
@@ -328,7 +333,8 @@ def _counted(
 
 @contextlib.contextmanager
 def _lstms_in_products(model: nn.Module) -> Iterator[None]:
-    """Let torch not take oneDNN's single operator for an LSTM; convolutions are faster by oneDNN."""
+    """Keep torch from using oneDNN's single operator for an LSTM; convolutions keep oneDNN, which
+    is faster."""
     onednn: Any = torch.backends.mkldnn  # its flags() sets others too, and warns of one
     before = onednn.enabled
     if any(isinstance(module, nn.LSTM) for module in model.modules()):
@@ -342,9 +348,8 @@ def _lstms_in_products(model: nn.Module) -> Iterator[None]:
 def _grouped_flops(
     a: Sequence[int], b: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any
 ) -> int:
-    """The FLOPs of a product for each group of rows or columns, as experts have it: torch has no
-    formula of it. The shapes are those of the operands: where both are matrices, groups share the
-    sum."""
+    """The FLOPs of a product for each group of rows or columns, as in experts, for which torch has
+    no formula. The shapes are those of the operands. Of two matrices the groups divide the sum."""
     outputs = math.prod(out_shape if len(a) + len(b) > 4 else out_shape[1:])
     return 2 * outputs * a[-1]
 

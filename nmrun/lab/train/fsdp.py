@@ -38,7 +38,7 @@ from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.select import select
 
-# of the trainer: what each option has to be
+# what each option of the trainer has to be
 ALONE: dict[str, Any] = {"compile": False, "input_gradient": "exact"}
 FROM_LEADER = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 HINT = "use trainer.distributed=ddp"
@@ -69,8 +69,7 @@ def check(config: Config, recipe: Recipe, task: Task, precision: str) -> None:
 
 
 def build(config: Config, task: Task, device: torch.device) -> tuple[nn.Module, nn.Module]:
-    """The model with a part of each parameter in every process, and a copy without values,
-    whole."""
+    """The model with a part of each parameter in every process, and a whole copy without values."""
     model = built(lambda: network(config, task))
     transposed: set[str] = set()
     if config.recipe.name != "dense":
@@ -100,7 +99,7 @@ def built(make: Callable[[], nn.Module]) -> nn.Module:
         try:
             with torch.device("meta"):
                 model = make()
-        except RuntimeError:  # of an operator that the meta device has not, too
+        except RuntimeError:  # also of an operator that the meta device lacks
             torch.set_rng_state(before)
     if model is None:
         model = make()
@@ -148,12 +147,14 @@ def shard(model: nn.Module, device: torch.device, transposed: Collection[str] = 
         )
     model.to_empty(device=device) if on_meta else model.to(device)
     set_model_state_dict(model, values, options=FROM_LEADER)
-    _agree(model.buffers())  # also those that no state dict has
+    _agree(model.buffers())  # also those that are in no state dict
 
 
 class Sharded(Replicated):
     """A sparse model, its optimizer and its handle, of which every process has a part. All
     processes have to call each method. Whole parameters exist one at a time."""
+
+    in_step = True
 
     def forward(self, model: Any) -> Any:
         """``model`` as it is: its gradients are averaged over the ranks and cut already."""
@@ -176,7 +177,8 @@ class Sharded(Replicated):
         self.optimizer.load_state_dict({**saved, "state": parts})
 
     def distribute(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This process's parts of tensors by name; what is in parts already stays as it is."""
+        """This process's parts of tensors by name; tensors that are sharded already stay as they
+        are."""
         state = self.model.state_dict()
         return {name: part_like(tensor, state.get(name)) for name, tensor in tensors.items()}
 
@@ -210,8 +212,8 @@ def _agree(buffers: Iterable[Tensor]) -> None:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """What FSDP gathers at a time: the items of every outermost list of layers, but for those that
-    share a parameter with others."""
+    """The modules that FSDP gathers one at a time: the items of every outermost list of layers,
+    except those that share a parameter with others."""
     users: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         users.setdefault(id(parameter), []).append(name)
@@ -236,8 +238,8 @@ Tensors = Mapping[tuple[Any, ...], Any]  # sharded tensors by their path in a ne
 
 
 def save_shards(folder: Path, parts: Tensors) -> dict[str, Any]:
-    """Write one-dimensionally sharded tensors to a folder, which is not there yet and which all
-    processes see. All ranks call; when they return, it is whole and on the disk.
+    """Write one-dimensionally sharded tensors to a new folder that all processes see. All ranks
+    call; when they return, it is whole and on the disk.
 
     Returns plain data for :func:`damaged_shards` and :func:`load_shards`. RunError where a file cannot
     be written; the folder is removed.
@@ -264,8 +266,8 @@ def save_shards(folder: Path, parts: Tensors) -> dict[str, Any]:
 
 
 def damaged_shards(folder: Path, record: dict[str, Any]) -> str:
-    """What is wrong with the files of a folder; empty if they are as written, bit for bit. All
-    ranks call; each reads some of the files."""
+    """What is wrong with the files of a folder; empty if every bit is as written. All ranks call;
+    each reads some of the files."""
     place = folder / record["folder"]
     checksums = _checksums(place, sorted(record["files"]))
     wrong = [name for name, checksum in record["files"].items() if checksums[name] != checksum]
@@ -304,7 +306,8 @@ def _key(path: tuple[Any, ...]) -> str:
 
 
 def _with_plain_errors(work: Callable[[], object]) -> None:
-    """Torch's exception is none of ``Exception``, and tells a traceback of each rank."""
+    """Torch's exception is no subclass of ``Exception``, and its text has the traceback of each
+    rank."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

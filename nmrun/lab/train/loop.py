@@ -1,6 +1,4 @@
-"""The training loop, the only one: steps, evaluations with the best of them, checkpoints, and what is
-logged of them.
-"""
+"""The training loop: steps, evaluations and the best of them, checkpoints, and what is logged."""
 
 from __future__ import annotations
 
@@ -65,7 +63,8 @@ class Evaluation:
 
     def __init__(self, steps: TrainingSteps, console: Console) -> None:
         self.steps, self.console = steps, console
-        self.task, self.model, self.handle = steps.task, steps.model, steps.handle
+        self.parts = parts = steps.parts
+        self.task, self.model, self.handle = parts.task, parts.model, parts.handle
         self.trainer, self.strategy = steps.trainer, steps.strategy
         self.best: dict[str, float] = {}
         self.best_weights: dict[str, Tensor] = {}
@@ -83,7 +82,7 @@ class Evaluation:
             return None
         random = checkpoint.random_state()
         try:
-            # the other ranks wait for this one's share
+            # a rank must not leave while the others wait for its share
             with signals.set("wait" if ranks.world() > 1 else "interrupt"):
                 row = self.evaluate("val") | self.evaluate_dense("val")
         except KeyboardInterrupt:
@@ -100,7 +99,7 @@ class Evaluation:
                 sparse and all(layer["holds"] for layer in report["layers"])
             )
             sparse &= self.trainer.evaluate != "dense"  # what is saved was not evaluated
-        activations = self.steps.activations
+        activations = self.parts.activations
         as_in_the_end = activations.sparse == activations.ends_sparse
         self.improved = False
         if as_in_the_end and (sparse or not self.handle.sparse):
@@ -114,7 +113,7 @@ class Evaluation:
 
     def _is_best(self, row: dict[str, float]) -> bool:
         metric = f"eval/{self.task.metric}"
-        if math.isnan(row[metric]):  # a correlation with what is constant, say
+        if math.isnan(row[metric]):  # such as a correlation with a constant
             return False
         sign = 1 if self.task.higher_is_better else -1
         return not self.best or sign * row[metric] > sign * self.best[metric]
@@ -129,18 +128,18 @@ class Evaluation:
         of :meth:`evaluate`'s, with ``both`` under ``eval/dense/`` and ``test/dense/``."""
         if self.trainer.evaluate == "sparse":
             return {}
-        beside = "dense/" if self.trainer.evaluate == "both" else ""
-        return self._metrics(split, self.handle.dense_weights(), beside)
+        prefix = "dense/" if self.trainer.evaluate == "both" else ""
+        return self._metrics(split, self.handle.dense_weights(), prefix)
 
     def _metrics(
-        self, split: str, weights: contextlib.AbstractContextManager[None], beside: str
+        self, split: str, weights: contextlib.AbstractContextManager[None], prefix: str
     ) -> dict[str, float]:
         if split == "test" and not self.task.has_test:
             return {}
         ranks.share_statistics(self.model)
         self.model.eval()
         bar = self.console.evaluation("validating" if split == "val" else "testing")
-        activations = self.steps.activations
+        activations = self.parts.activations
         with bar, weights, torch.no_grad(), self.steps.autocast(), activations.measured() as sums:
             metrics = ranks.from_leader(self.task.evaluate(self.model, split))
         self.model.train()
@@ -152,7 +151,7 @@ class Evaluation:
             where = f"parameter {names[0]}" if names else "an output, of finite weights"
             what = f"{name}/loss is {metrics['loss']}"
             raise RunError(self.steps.not_finite(self.steps.step, what, where))
-        return {f"{name}/{beside}{key}": value for key, value in metrics.items()}
+        return {f"{name}/{prefix}{key}": value for key, value in metrics.items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -174,29 +173,29 @@ class Loop:
     """The training of one run; what changes while it goes on is in :meth:`state_dict`.
 
     Attributes:
-        row: what there is to log of a step whose evaluation a signal put off, else None.
+        row: the row of a step whose evaluation was put off by a signal, else None.
         events: what happened, in order, as of :attr:`nmrun.recipes.base.Event.record`.
-        seconds: of all sittings, with those that the recipe took beforehand.
-        training_seconds: of steps and their logging alone, without the first step of a sitting,
-            which warms up.
+        seconds: of all sessions, including what the recipe took before the first step.
+        training_seconds: of steps and their logging alone, without the first step of each session,
+        which warms up.
     """
 
     def __init__(self, config: Config, parts: Parts, console: Console, run_id: str) -> None:
-        self.steps = steps = TrainingSteps(config, parts)
-        self.trainer, self.task, self.model = steps.trainer, steps.task, steps.model
-        self.handle, self.strategy = steps.handle, steps.strategy
+        self.steps, self.parts = TrainingSteps(config, parts), parts
+        self.task, self.model, self.handle = parts.task, parts.model, parts.handle
+        self.trainer, self.strategy = config.trainer, self.steps.strategy
         self.console, self.id = console, run_id
         self.acceleration = as_data({str(c.shape): c.times for c in parts.accelerated if c.times})
-        self.log_every = log_interval(self.trainer.log_every, self.steps.total_steps)
-        self.epochs = -(-self.steps.total_steps // self.task.batches_per_epoch)
+        self.log_every = log_interval(self.trainer.log_every, self.parts.total_steps)
+        self.epochs = -(-self.parts.total_steps // self.task.batches_per_epoch)
         self.row: dict[str, float] | None = None
-        self.evaluation = Evaluation(steps, console)
+        self.evaluation = Evaluation(self.steps, console)
         self.average = Average(self.model, self.handle, self.trainer.average)
         events = [*(Event(0, text) for text in parts.events), *self.handle.pop_events()]
         self.events = [event.record for event in events]
         self.seconds, self.training_seconds = parts.seconds, 0.0
         self.clock = checkpoint.CheckpointClock(ranges.seconds(self.trainer.checkpoint_every))
-        self.progress = RunProgress(steps)
+        self.progress = RunProgress(self.steps)
 
     def train(self, folder: Path, tracker: Tracker | None, signals: Signals) -> bool:
         """Train to the last step, or until there is a signal, on any rank; returns whether training
@@ -211,7 +210,7 @@ class Loop:
         self.progress.begin()
         self.clock.begin()
         self.model.train()
-        while self.steps.step < self.steps.total_steps or self.row is not None:
+        while self.steps.step < self.parts.total_steps or self.row is not None:
             due = self._due(self.steps.step if self.row is None else self.steps.step - 1)
             row = self._step_row(due, self.steps.step > begun) if self.row is None else self.row
             evaluated = self.evaluation.row(due.epoch + 1, signals) if due.evaluate else {}
@@ -229,7 +228,7 @@ class Loop:
             self.console.progress(self.progress.status)
 
             self.seconds = earlier + time.perf_counter() - began
-            # the leader's clock alone: whatever it says, all ranks save after the same step
+            # only the leader's clock counts, so that all ranks save after the same step
             caught, timely = ranks.each_of_any(
                 signals.caught is not None, ranks.leads() and self.clock.due()
             )
@@ -249,7 +248,7 @@ class Loop:
         every = trainer.checkpoint_every
         epochs = every if isinstance(every, int) else 1
         evaluated = ranges.steps(trainer.eval_every)
-        last = step + 1 == self.steps.total_steps
+        last = step + 1 == self.parts.total_steps
         epoch_ends = last or index + 1 == self.task.batches_per_epoch
         if evaluated:
             evaluate = (step + 1) % evaluated == 0
@@ -265,7 +264,8 @@ class Loop:
         )
 
     def _step_row(self, due: Due, warm: bool) -> dict[str, float]:
-        """Make one step; what is logged of it. The first of a sitting is not warm."""
+        """Make one step and return what is logged of it. The first step of a session is not
+        ``warm``."""
         began = time.perf_counter()
         self.steps.train_step(due.epoch, due.batch, measure_flips=due.log)
         self.progress.step(self.steps.losses[-1])
@@ -276,7 +276,7 @@ class Loop:
             self.console.say(f"  {event}")
         row = self._training_row() | self._speed() if due.log else {}
         if due.evaluate or due.save or not warm:
-            synchronize(self.steps.device)
+            synchronize(self.parts.device)
         if warm:
             self.training_seconds += time.perf_counter() - began
         return row
@@ -294,10 +294,10 @@ class Loop:
 
     def _training_row(self) -> dict[str, float]:
         losses = self.steps.check_losses()
-        self.steps.losses, self.steps.logged_step = [], self.steps.step
+        self.steps.losses = []
         row = {
             "train/loss": sum(losses) / len(losses),
-            "lr": float(self.steps.optimizer.param_groups[0]["lr"]),
+            "lr": float(self.parts.optimizer.param_groups[0]["lr"]),
         }
         if self.steps.scaler.is_enabled():
             row["loss_scale"] = self.steps.scaler.get_scale()
@@ -315,13 +315,13 @@ class Loop:
         """
         began, step, items = self._window
         seconds = time.perf_counter() - began
-        peak = peak_flops(self.steps.device, self.steps.precision)
+        peak = peak_flops(self.parts.device, self.parts.precision)
         row = {
             "steps_per_second": (self.steps.step - step) / seconds,
             "items_per_second": (self.steps.items - items) / seconds,
         }
         if peak is not None:
-            row["mfu"] = row["items_per_second"] * self.steps.cost.dense / (peak * ranks.world())
+            row["mfu"] = row["items_per_second"] * self.parts.cost.dense / (peak * ranks.world())
         return row
 
     # --- the end ----------------------------------------------------------------------------------
@@ -352,15 +352,15 @@ class Loop:
             "average": self.average.state_dict(),
             "random": ranks.gathered(checkpoint.random_state()),
             "acceleration": self.acceleration,
-            "precision": self.steps.precision,
-            "total_steps": self.steps.total_steps,
+            "precision": self.parts.precision,
+            "total_steps": self.parts.total_steps,
             "id": self.id,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps.load_state_dict(state)
         self.average.load_state_dict(state["average"], self.strategy.distribute)
-        # more ranks than before: the new ones draw from where they are
+        # with more ranks than before, new ones keep the generators that they have
         if ranks.rank() < len(state["random"]):
             checkpoint.restore_random_state(state["random"][ranks.rank()])
         for name in FIELDS:

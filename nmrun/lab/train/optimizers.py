@@ -1,4 +1,4 @@
-"""A config's optimizer, which parameters it treats alike, and its learning rate by the step."""
+"""A config's optimizer, its groups of parameters, and its learning rate by step."""
 
 from __future__ import annotations
 
@@ -112,11 +112,11 @@ def inverse_sqrt_factor(warmup_steps: int, start: float = 0.0) -> Callable[[int]
 
 
 def scheduled(options: dict[str, Any], lr: float, total_steps: int) -> Callable[[int], float]:
-    """The schedule of the config's group, likewise. With ``cycles`` above 1 it is run so many
-    times, each time over as many steps."""
+    """The schedule of a config, likewise. With ``cycles`` above 1 it is repeated, each time over an
+    equal share of the steps."""
     if options["name"] == "inverse_sqrt":
         return inverse_sqrt_factor(options["warmup_steps"], options["init_lr"] / lr)
-    cycles = min(options["cycles"], max(1, total_steps))  # more would be of no steps
+    cycles = min(options["cycles"], max(1, total_steps))  # a cycle has at least one step
     begins = [round(cycle * total_steps / cycles) for cycle in range(cycles + 1)]
 
     def cycle_factor(steps: int) -> Callable[[int], float]:

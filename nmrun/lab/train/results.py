@@ -1,6 +1,5 @@
-"""How a run ends: its weights, their metrics, ``result.json`` with the environment, and the last lines on
-the screen.
-"""
+"""The end of a run: its weights, their metrics, ``result.json`` with the environment, and the last
+lines on the screen."""
 
 from __future__ import annotations
 
@@ -43,15 +42,15 @@ def write(
     loop: Loop | None,
     folder: Path,
 ) -> dict[str, Any]:
-    """Complete what is known of a run's end, and write ``result.json``, on the leader alone, that of
-    a finished run bound to the folder's files.
+    """Complete the outcome of a run, and write ``result.json``, on the leader alone. That of a
+    finished run has the hashes of the folder's files.
 
     ``loop`` is None where the run ended before training. Returns what is in the file; ``failed``
     where it cannot be written.
     """
-    described = environment(loop.steps.device if loop else torch.device("cpu"))
+    described = environment(loop.parts.device if loop else torch.device("cpu"))
     if loop:
-        described["precision"] = loop.steps.precision
+        described["precision"] = loop.parts.precision
     for path in sources.targets(config.plain).values():
         package = path.partition(".")[0]
         if version := _version(package):
@@ -66,7 +65,7 @@ def write(
             "flops": loop.steps.flops_used if loop else {},
             "events": loop.events if loop else [],
             "environment": described | ({"command": command} if command else {}),
-            "steps": loop.steps.total_steps if loop else None,
+            "steps": loop.parts.total_steps if loop else None,
             "seconds": round(loop.seconds, 3) if loop else 0.0,
             "training_seconds": round(loop.training_seconds, 3) if loop else 0.0,
             "checkpoint_seconds": round(loop.clock.spent, 3) if loop else 0.0,
@@ -99,7 +98,7 @@ def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | Non
         where = f"{folder} (run.log has the traceback)"
         console.say(f"nmrun: failed: {result['error']}\n  {where}", error=True, style="bold red")
     elif result["status"] == "interrupted":
-        progress = f" at step {loop.steps.step} of {loop.steps.total_steps}" if loop else ""
+        progress = f" at step {loop.steps.step} of {loop.parts.total_steps}" if loop else ""
         message = f"  interrupted{progress}; the same command goes on from the last checkpoint"
         console.say(f"{message}\n  {folder}", style="yellow")
     else:
@@ -118,8 +117,8 @@ def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | Non
 
 
 def finish(folder: Path, loop: Loop) -> dict[str, Any]:
-    """Save the final weights and the best ones, and evaluate on each split what was not yet.
-    Returns as :func:`finished`.
+    """Save the final weights and the best ones, and evaluate both on each split where that is still
+    to do. Returns as :func:`finished`.
 
     The last step's validation is that of the final weights, unless these are an average, and the
     best weights may be the final ones. All ranks call. All that is done here can be done again from
@@ -167,7 +166,7 @@ def finish(folder: Path, loop: Loop) -> dict[str, Any]:
 def finished(
     task: Task, final: dict[str, float], best: dict[str, float], report: dict[str, Any]
 ) -> dict[str, Any]:
-    """What is in ``result.json`` of a finished run only."""
+    """The part of ``result.json`` that only a finished run has."""
     return {
         "status": "finished",
         "metric": task.metric,

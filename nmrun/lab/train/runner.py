@@ -66,20 +66,21 @@ def run(
     except ConfigError:
         remove_empty(folder, Path(config.output_dir).parent)
         raise
-    except OSError as error:  # a disk that takes nothing any more, not even that the run failed
+    except OSError as error:  # a full disk, on which not even the failure can be written
         outcome = {"status": "failed", "error": f"{folder}: {error.strerror}", "of_machine": True}
         tell([outcome["error"]])
     return {**outcome, "folder": str(folder)}
 
 
 def _from_leader(outcome: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Send the leader's outcome without training to every rank. A rank whose leader has ended ends."""
+    """Send every rank the leader's outcome of a run that needs no training. A rank whose leader has
+    ended ends."""
     try:
         return ranks.from_leader(outcome)
     except RuntimeError:  # of the connection
         if ranks.leads():
             raise
-        raise SystemExit(1) from None  # the leader said why, if anything is wrong
+        raise SystemExit(1) from None  # the leader has said what is wrong, if anything is
 
 
 def _plan(config: Config, sweep: str | None) -> dict[str, Any]:
@@ -105,8 +106,8 @@ def _plan(config: Config, sweep: str | None) -> dict[str, Any]:
 
 
 def _show_plan(config: Config, brief: bool, plan: list[str], parts: Parts) -> None:
-    """Show the lines that ``plan`` has not yet, and add them: nearly all before products are timed,
-    which may take minutes, and what was chosen by timing after it."""
+    """Show the lines that are not in ``plan`` yet, and add them. Nearly all come before products
+    are timed, which may take minutes; the choices by timing follow."""
     new = console.plan_lines(config, parts)[len(plan) :]
     plan += new
     screen = Console(None, brief)
@@ -140,7 +141,7 @@ def _without_training(config: Config, folder: Path, ours: bool) -> dict[str, Any
     error = ""
     if run_dir.is_of_another:  # its checkpoint is not this run's either
         error = f"{RESULT}: {wrong[RESULT]}; move it away, or force=true makes all anew"
-    elif METRICS in wrong:  # a checkpoint does not have its rows
+    elif METRICS in wrong:  # its rows are not in a checkpoint
         error = f"{METRICS} of this finished run: {wrong[METRICS]}; force=true makes all anew"
     if not error:
         return None
@@ -153,18 +154,17 @@ class _Run:
 
     def __init__(self, config: Config, folder: Path, sweep: str | None, command: str) -> None:
         self.config, self.folder, self.sweep, self.command = config, folder, sweep, command
-        # once: the folder that init names may be moved while the run trains
+        # read once: the folder that init names may be moved while the run trains
         self.id = identity(config)
         log = folder / LOG if ranks.leads() else None
         self.console = Console(log, brief=sweep is not None)
         self.signals = Signals()
-        self.alone = False  # a failure that the other ranks do not know of, and wait
+        self.alone = False  # the other ranks do not know of this failure, and would wait
         self.loop: Loop | None = None
         self.tracker: Tracker | None = None
 
     def result(self) -> dict[str, Any]:
-        """Train, and write ``result.json`` whatever happens, but for a ConfigError, which leaves
-        nothing."""
+        """Train, and write ``result.json`` whatever happens. Only a ConfigError leaves no file."""
         with self.signals:
             ended = self._written(self._outcome())
             if self.loop is not None:
@@ -179,7 +179,7 @@ class _Run:
         return ended
 
     def _outcome(self) -> dict[str, Any]:
-        """Train; what there is to say of it, whatever happened. From then on signals wait."""
+        """Train, and return the outcome whatever happened. From then on signals wait."""
         try:
             outcome = self._train()
             self.signals.then = "wait"
@@ -190,7 +190,7 @@ class _Run:
             self.signals.then = "wait"
             return self._interrupted(signal.SIGINT)
         except (Exception, SystemExit) as error:
-            # a launcher's handler of the signal may exit; code of the user's may not
+            # a launcher's signal handler may exit the process; the user's code may not
             if isinstance(error, SystemExit) and self.signals.caught is not None:
                 raise
             self.signals.then = "wait"
@@ -217,21 +217,22 @@ class _Run:
     def _train(self) -> dict[str, Any]:
         """Train to the end. RunError where memory runs out, with what to try."""
         try:
-            return self._sitting()
+            return self._session()
         except Exception as error:
-            # Python's own before training is of the data or the network, not of a batch's size
+            # a MemoryError of Python's before training comes from the data or network, not the
+            # batch size
             others = self.loop is None and isinstance(error, MemoryError)
             if others or not checkpoint.out_of_memory(error):
                 raise
             self.alone = ranks.world() > 1  # the others wait for a gradient that never comes
             size, accumulate = self.config.trainer.batch_size, self.config.trainer.accumulate
             where = "before training" if self.loop is None else f"step {self.loop.steps.step + 1}"
-            # a config takes only equal parts
+            # a config accepts only equal parts
             equal = [n for n in range(2 * accumulate, size + 1) if size % n == 0]
             tries = f". Try trainer.accumulate={equal[0]}" if equal else ""
             raise RunError(f"{where}: out of memory ({first_line(error)}){tries}") from error
 
-    def _sitting(self) -> dict[str, Any]:
+    def _session(self) -> dict[str, Any]:
         config, folder = self.config, self.folder
         fresh = not config.resume or (config.force and not _forced_before(folder))
         state, complaints = (None, []) if fresh else checkpoint.load_last(folder)
@@ -266,8 +267,8 @@ class _Run:
                 self.console.say(f"  {event['sentence']}")
         else:
             _restore(loop, folder, state)
-            state = None  # or else it would be kept beside what the loop has
-            self.console.say(f"  goes on at step {loop.steps.step} of {loop.steps.total_steps}")
+            state = None  # else it would be in memory twice
+            self.console.say(f"  goes on at step {loop.steps.step} of {loop.parts.total_steps}")
         if ranks.leads():
             # a row that a signal put off is still to come, also where it was logged and then a kill came
             step = loop.steps.step - (loop.row is not None)
@@ -294,8 +295,8 @@ class _Run:
 
 
 def _other_code(config: Config, begun: dict[str, Any]) -> list[str]:
-    """What is to be said where code of the user's own has changed since the run has ``begun``, or
-    since a run was made whose weights it reads. Asked once that code is imported."""
+    """A warning if the user's own code has changed since the run has ``begun``, or since the run
+    whose weights it reads. Call it once that code is imported."""
     earlier = {"": begun}
     for key, place in options.weights_named(config.plain).items():
         earlier[key] = weights_in(place)[0].config

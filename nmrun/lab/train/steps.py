@@ -27,7 +27,6 @@ from nmrun.lab.train.optimizers import scheduled
 from nmrun.lab.train.weights import Replicated
 
 SMALLEST_SCALE = 2.0**-24  # a loss scale below this means that no step can succeed any more
-COUNTS = ("step", "updates", "logged_step", "losses", "flops")  # of a checkpoint
 MOST_ROWS = 20_000  # of training steps in metrics.jsonl: ten to twenty megabytes of a small network
 
 
@@ -35,149 +34,152 @@ class TrainingSteps:
     """The training steps of one run, and no more: trials need neither evaluation nor files.
 
     Attributes:
+        strategy: how the processes hold model and optimizer.
+        forward: the model that a step calls: compiled, averaging gradients over the ranks.
         step: the batches so far. ``updates``: the optimizer steps (loss scaling may skip some).
-        accumulate: the micro-batches that a batch is cut into on each rank.
-        losses: of the steps since ``logged_step``, on the device until they are logged.
-        items: seen in this sitting.
+        losses: of the steps since the last training row, on the device until they are logged.
+        items: seen since the process began.
     """
 
     def __init__(self, config: Config, parts: Parts) -> None:
-        self.trainer, self.accumulate = config.trainer, config.trainer.accumulate
-        self.task, self.loss = parts.task, parts.loss
-        self.model, self.optimizer = parts.model, parts.optimizer
-        self.handle, self.cost = parts.handle, parts.cost
-        self.activations = parts.activations
-        self.device, self.precision = parts.device, parts.precision
-        self.total_steps = parts.total_steps
-        forward: Any = self.model
+        self.trainer, self.parts = config.trainer, parts
+        forward: Any = parts.model
         if how := self.trainer.compile:
-            forward = torch.compile(self.model, fullgraph=True, mode=None if how is True else how)
+            forward = torch.compile(parts.model, fullgraph=True, mode=None if how is True else how)
         # modes of torch.compile that make CUDA graphs
-        self.in_graphs = self.device.type == "cuda" and isinstance(how, str)
-        self.strategy = Replicated(self.model, self.optimizer, self.handle)
-        # with FSDP no rank can pass through the model without the others
-        self.in_step = ranks.world() > 1 and self.trainer.distributed == "fsdp"
-        if self.in_step:
+        self.in_graphs = parts.device.type == "cuda" and isinstance(how, str)
+        self.strategy = Replicated(parts.model, parts.optimizer, parts.handle)
+        if ranks.world() > 1 and self.trainer.distributed == "fsdp":
             from nmrun.lab.train.fsdp import Sharded  # half a second that others need not wait for
 
-            self.strategy = Sharded(self.model, self.optimizer, self.handle)
+            self.strategy = Sharded(parts.model, parts.optimizer, parts.handle)
         self.forward: Any = self.strategy.forward(forward)
         if ranks.world() > 1:
             # dropout differs between ranks, the weights do not
             torch.manual_seed(config.seed + 1_000_003 * ranks.rank())
         self.scaler = torch.amp.grad_scaler.GradScaler(
-            self.device.type, enabled=self.precision == "fp16"
+            parts.device.type, enabled=parts.precision == "fp16"
         )
-        self.lr_factor = scheduled(config.schedule.mapping(), config.optimizer.lr, self.total_steps)
-        self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self.step = self.updates = self.logged_step = self.items = 0
+        self.lr_factor = scheduled(
+            config.schedule.mapping(), config.optimizer.lr, parts.total_steps
+        )
+        self.base_lrs = [float(group["lr"]) for group in parts.optimizer.param_groups]
+        self.step = self.updates = self.items = 0
         self.losses: list[Tensor] = []
         self.flops = {f"training_{kind}": 0 for kind in ("arithmetic", "hardware", "dense")}
-        self.handle.stepper.mask_metrics.begin()
+        parts.handle.stepper.mask_metrics.begin()
 
     def train_step(self, epoch: int, index: int, measure_flips: bool) -> None:
         """Make one step; ``epoch`` and ``index`` of the batch count from 0. RunError on a CPU, if
         the loss is not finite."""
-        self.activations.at(self.step)
+        model, optimizer = self.parts.model, self.parts.optimizer
+        self.parts.activations.at(self.step)
         shares = self._shares(epoch, index)
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), device=self.parts.device)
         for number, (batch, share) in enumerate(shares, 1):
             if self.trainer.compile:
                 torch.compiler.cudagraph_mark_step_begin()  # the last pass's outputs are done with
             with self._averaged_over_ranks(number == len(shares)):
                 with self.autocast():
-                    loss = self.loss(self.forward, batch) * share
+                    loss = self.parts.loss(self.forward, batch) * share
                 self.scaler.scale(loss * ranks.world()).backward()
             if self.in_graphs and number == 1 < len(shares):
                 self._keep_gradients()
             total += loss.detach()
         self.step += 1
         self.losses.append(ranks.total(total))
-        # elsewhere it would wait for the device: there losses are read when a row is logged
-        if self.device.type == "cpu":
+        # on a GPU this would wait for the device: there losses are read when a row is logged
+        if self.parts.device.type == "cpu":
             self._check(self.step, [self.losses[-1].item()])
 
-        self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(optimizer)
         if self.trainer.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.trainer.clip)
+            nn.utils.clip_grad_norm_(model.parameters(), self.trainer.clip)
         factor = self.lr_factor(self.updates)
-        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+        for group, base in zip(optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * factor
-        self.handle.measure_flips = measure_flips
+        self.parts.handle.measure_flips = measure_flips
         scale = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
+        self.scaler.step(optimizer)
         self.scaler.update()
         # a lower scale: this step was skipped
         self.updates += int(self.scaler.get_scale() >= scale)
-        self.optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
 
     def _shares(self, epoch: int, index: int) -> list[tuple[Batch, float]]:
         """This rank's micro-batches and their shares in the batch's loss. A rank that has none
         takes part with one whose share is 0."""
-        parts = self.accumulate * ranks.world()
-        sizes = self.task.sizes(epoch, index, parts)
+        task, accumulate = self.parts.task, self.trainer.accumulate
+        number_of_parts = accumulate * ranks.world()
+        sizes = task.sizes(epoch, index, number_of_parts)
         self._count(items := sum(sizes))
-        share = ranks.share(len(sizes), self.accumulate)
+        share = ranks.share(len(sizes), accumulate)
         batches = ranks.together(
-            lambda: self.task.micro_batches(epoch, index, parts, share or range(1))
+            lambda: task.micro_batches(epoch, index, number_of_parts, share or range(1))
         )
         shares = [
             (batch, sizes[number] / items) for number, batch in zip(share, batches, strict=False)
         ]
-        rounds = min(self.accumulate, len(sizes)) if self.in_step else 1
+        rounds = min(accumulate, len(sizes)) if self.strategy.in_step else 1
         return shares + [(batches[0], 0.0)] * (rounds - len(shares))
 
     def _keep_gradients(self) -> None:
         """Copy the gradients out of the memory of a CUDA graph, which the next micro-batch writes
         anew; there it adds to the copies."""
-        for parameter in self.model.parameters():
+        for parameter in self.parts.model.parameters():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()
 
     def _averaged_over_ranks(self, now: bool) -> contextlib.AbstractContextManager[Any]:
         """For a micro-batch: gradients are averaged over the ranks after the last one alone."""
-        everywhere = now or ranks.world() == 1 or self.in_step  # FSDP keeps no whole gradient
+        everywhere = (
+            now or ranks.world() == 1 or self.strategy.in_step
+        )  # FSDP keeps no whole gradient
         return contextlib.nullcontext() if everywhere else self.forward.no_sync()
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return autocast(self.device, self.precision)
+        return autocast(self.parts.device, self.parts.precision)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has of model, optimizer and scaler; and under ``loop`` of the counts."""
-        counts = {name: getattr(self, name) for name in COUNTS}
-        counts |= {"losses": list(self.losses), "flops": dict(self.flops)}
+        """What a checkpoint keeps of model, optimizer and scaler, and the counts under ``loop``."""
+        counts = {
+            "step": self.step,
+            "updates": self.updates,
+            "losses": list(self.losses),
+            "flops": dict(self.flops),
+        }
         return {**self.strategy.state_dict(), "scaler": self.scaler.state_dict(), "loop": counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.strategy.load_state_dict(state)
         self.scaler.load_state_dict(state["scaler"])
-        for name in COUNTS:
-            setattr(self, name, state["loop"][name])
-        self.losses = [loss.to(self.device) for loss in self.losses]
-        self.activations.at(max(0, self.step - 1))  # evaluations are by the last step's
+        counts = state["loop"]
+        self.step, self.updates, self.flops = counts["step"], counts["updates"], counts["flops"]
+        self.losses = [loss.to(self.parts.device) for loss in counts["losses"]]
+        self.parts.activations.at(max(0, self.step - 1))  # evaluations prune as the last step did
 
     # --- what it costs ----------------------------------------------------------------------------
 
     def _count(self, items: int) -> None:
         self.items += items
-        recipe = self.handle.recipe
-        self.flops["training_arithmetic"] += round(items * self.cost.training(recipe))
-        self.flops["training_hardware"] += round(items * self.cost.training(recipe, hardware=True))
-        self.flops["training_dense"] += round(items * self.cost.dense)
+        recipe, cost = self.parts.handle.recipe, self.parts.cost
+        self.flops["training_arithmetic"] += round(items * cost.training(recipe))
+        self.flops["training_hardware"] += round(items * cost.training(recipe, hardware=True))
+        self.flops["training_dense"] += round(items * cost.dense)
 
     @property
     def flops_used(self) -> dict[str, int]:
-        """FLOPs of the training steps so far, a search for the decay included, and of inference
-        with the final weights on one item.
+        """FLOPs of the training steps so far, and of inference with the final weights on one item.
 
         ``..._arithmetic`` leaves out every multiplication with a zero that the recipe puts there;
         ``..._hardware`` leaves out what 2:4 sparse tensor cores can. ``training_dense`` is of as
         many dense steps.
         """
-        inference = {"arithmetic": self.cost.forward_sparse, "hardware": self.cost.forward_hardware}
+        cost = self.parts.cost
         return {
             **self.flops,
-            **{f"inference_{kind}": round(flops) for kind, flops in inference.items()},
+            "inference_arithmetic": round(cost.forward_sparse),
+            "inference_hardware": round(cost.forward_hardware),
         }
 
     # --- what can go wrong ------------------------------------------------------------------------
@@ -186,11 +188,11 @@ class TrainingSteps:
         """Read the losses since the last training row. RunError if one is not finite, or the loss
         scale is too small."""
         losses: list[float] = torch.stack(self.losses).tolist() if self.losses else []
-        self._check(self.logged_step + 1, losses)
+        self._check(self.step - len(losses) + 1, losses)
         return losses
 
     def _check(self, first: int, losses: list[float]) -> None:
-        """``losses`` are of steps one after the other, from the ``first`` on."""
+        """Check the ``losses`` of consecutive steps from ``first`` on."""
         for step, loss in enumerate(losses, first):
             if not math.isfinite(loss):
                 raise RunError(self._diagnosis(step, f"the loss is {loss}"))
@@ -200,22 +202,27 @@ class TrainingSteps:
             )
 
     def _diagnosis(self, step: int, what: str) -> str:
-        epoch, index = divmod(step - 1, self.task.batches_per_epoch)
-        batches = self.task.micro_batches(epoch, index, self.accumulate)
+        task = self.parts.task
+        epoch, index = divmod(step - 1, task.batches_per_epoch)
+        batches = task.micro_batches(epoch, index, self.trainer.accumulate)
         where = "looked for with trainer.distributed=ddp only"
-        if not self.in_step:
-            where = culprit(self.model, self.loss, batches, self.autocast)
+        if not self.strategy.in_step:
+            where = culprit(self.parts.model, self.parts.loss, batches, self.autocast)
         return self.not_finite(step, what, where)
 
     def not_finite(self, step: int, what: str, where: str) -> str:
-        """Say what is not finite at which step, from 1, and what to try."""
+        """A sentence on what is not finite, at which step (from 1), and what to try."""
+        precision = self.parts.precision
         lr = self.base_lrs[0] * self.lr_factor(self.updates)
         if where == BATCH:
             return f"step {step}: {what}; the first non-finite value is {where}"
         tries = [f"a lower optimizer.lr (it was {lr:.3g})"]
-        tries += ["trainer.clip=1"] if self.trainer.clip is None else []
-        tries += ["trainer.precision=bf16 or fp32"] if self.precision == "fp16" else []
-        tries += ["trainer.precision=fp32"] if self.precision == "bf16" else []
+        if self.trainer.clip is None:
+            tries.append("trainer.clip=1")
+        if precision == "fp16":
+            tries.append("trainer.precision=bf16 or fp32")
+        if precision == "bf16":
+            tries.append("trainer.precision=fp32")
         return f"step {step}: {what}; the first non-finite value is {where}. Try {', '.join(tries)}"
 
 
@@ -279,7 +286,7 @@ def culprit(
 
 
 def broken(model: nn.Module) -> list[str]:
-    """The names of parameters and buffers that are not finite. Of shards all ranks have to ask."""
+    """The names of parameters and buffers that are not finite. With shards all ranks have to call."""
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     return [name for name, tensor in tensors if not is_finite(tensor)]
 

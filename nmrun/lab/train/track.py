@@ -1,8 +1,7 @@
 """Where the numbers go: ``metrics.jsonl`` always, and the loggers of ``track`` (W&B, TensorBoard, MLflow).
 
-Loggers never stop or delay a run. They work in a thread of their own, and whatever one raises costs a
-line. Each has a function that begins a run there, or returns None where there is nothing to log to.
-"""
+Loggers never stop or delay a run. They work in a thread of their own, and an error of theirs is a
+line of text. Each has a function that begins a run there, or returns None if logging is off."""
 
 from __future__ import annotations
 
@@ -24,9 +23,9 @@ from typing import Any, Protocol
 from urllib.parse import urlparse
 
 from nmrun import atomic
+from nmrun.lab.keys.config import flatten
 from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import METRICS
-from nmrun.lab.words.schema import flatten
 from nmrun.patterns import written
 
 
@@ -34,10 +33,9 @@ class Tracker:
     """One run's metrics, in ``metrics.jsonl`` and in the loggers; a resumed run goes on where its
     checkpoint was.
 
-    Rows of steps later than ``step``, where training begins, are dropped: they will come again.
-    ``mark`` is that of the rows that there should be (None: not known), then of those that there
-    are. ``events`` says which are lost.
-    """
+    Rows of steps after ``step``, where training begins, are dropped: they will be logged again.
+    ``mark`` stands for the rows that the file should have (None: not known), then for those that it
+    has. ``events`` says which are lost."""
 
     def __init__(
         self,
@@ -67,7 +65,7 @@ class Tracker:
         track = config["track"]
         names = [name for name in (track["name"], *track["also"]) if name in LOGGERS]
         if names:
-            # imports and beginnings take a second, for which training need not wait
+            # importing and starting a logger takes a second; training need not wait for it
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="loggers")
             self._thread.submit(self._begin, dict.fromkeys(names), run)
 
@@ -91,7 +89,7 @@ class Tracker:
         os.fsync(self._file.fileno())
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        with contextlib.suppress(OSError):  # what a full disk did not take has been said already
+        with contextlib.suppress(OSError):  # rows lost to a full disk have been reported already
             self._file.close()
         self._tell(lambda logger: logger.finish(summary, exit_code))
         if self._thread is not None:
@@ -101,7 +99,7 @@ class Tracker:
     # --- loggers ------------------------------------------------------------------------------
 
     def _tell(self, action: Callable[[Logger], Any]) -> None:
-        """Leave to the thread what is to be done with each logger that there is by then."""
+        """Let the thread call ``action`` for each logger that has begun."""
         if self._thread is not None:
             self._thread.submit(self._do, action)
         self._speak()
@@ -140,7 +138,7 @@ def _step(row: dict[str, Any]) -> float:
 
 
 def _lost(actual: list[int], expected: list[int] | None, damaged: list[int]) -> list[str]:
-    """What is to be said of rows that a checkpoint counts on and that are not there."""
+    """A message about rows that the checkpoint counts on and that are missing."""
     if expected is None or actual == expected:
         return []
     where = f" (damaged: line {', '.join(map(str, damaged))})" if damaged else ""
@@ -156,7 +154,7 @@ INIT_TIMEOUT = 10.0  # seconds that an online W&B may take to answer, once a pro
 FINISH_TIMEOUT = 60.0
 # likewise of each request to MLflow, whose own defaults wait for minutes
 MLFLOW_WAITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
-# those that did not answer in this process: the next run of a sweep does not wait for them again
+# loggers that did not answer: the next run of a sweep in this process does not wait for them again
 _unreachable: set[str] = set()
 
 
@@ -170,7 +168,7 @@ class Logger(Protocol):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as a logger needs to know it; ``history`` has the rows that a resumed run had logged
+    """What a logger needs to know of a run; ``history`` has the rows that a resumed run had logged
     before."""
 
     folder: Path
@@ -186,7 +184,7 @@ class TrackedRun:
 
     @property
     def name(self) -> str:
-        """What a reader tells runs apart by: ``step 2:8 digits small_conv s0``."""
+        """A name by which people tell runs apart: ``step 2:8 digits small_conv s0``."""
         names = (self.config[group]["name"] for group in ("dataset", "model"))
         what = "dense" if self.ratio == "dense" else f"{self.config['recipe']['name']} {self.ratio}"
         return f"{what} {' '.join(names)} s{self.config['seed']}"
@@ -201,7 +199,7 @@ class TrackedRun:
 
 
 class WandBLogger:
-    """A run of W&B; ``say`` tells at the end how an offline run is uploaded."""
+    """A run of W&B. At the end ``say`` prints how to upload an offline run."""
 
     def __init__(self, run: Any, say: Callable[[str], None] | None = None) -> None:
         self._run, self._say = run, say
@@ -257,7 +255,7 @@ def begin_wandb(run: TrackedRun) -> WandBLogger | None:
     # An offline run cannot be taken up again: replace it by one with the whole history.
     for old in (run.folder / "wandb").glob("*run-*"):
         shutil.rmtree(old, ignore_errors=True)
-    # who has no login and asked for nothing need not be told
+    # somebody without a login who asked for nothing need not be told
     say = run.say if has_key or wish or mode == "online" else None
     logger = WandBLogger(wandb.init(mode="offline", **arguments), say)
     for row in run.history:
@@ -268,8 +266,8 @@ def begin_wandb(run: TrackedRun) -> WandBLogger | None:
 
 
 def _wandb_settings(wandb: Any, track: dict[str, Any]) -> Any:
-    """What is logged here is sent; the state of git, the console and statistics of the machine if
-    they are asked for, source code never."""
+    """Send what is logged here. Git's state, console and machine statistics are sent only if asked
+    for, source code never."""
     settings: dict[str, Any] = {
         "silent": True,
         "console": "wrap" if track["console"] else "off",
@@ -287,7 +285,7 @@ def _wandb_settings(wandb: Any, track: dict[str, Any]) -> Any:
 
 
 def logged_in() -> bool:
-    """Whether there is a key, in the environment or in netrc. Asks no network and no person."""
+    """Whether there is a key, in the environment or in netrc. It uses no network and asks nobody."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
@@ -338,7 +336,7 @@ class MLflowLogger:
 
         for variable, value in MLFLOW_WAITS.items():
             os.environ.setdefault(variable, value)
-        for name in ("mlflow", "alembic"):  # which tell of the tables that they make
+        for name in ("mlflow", "alembic"):  # they list the tables that they create
             logging.getLogger(name).setLevel(logging.WARNING)
         track, output_dir = run.config["track"], Path(run.config["output_dir"]).absolute()
         place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{output_dir / 'mlflow.db'}"
@@ -387,7 +385,7 @@ class MLflowLogger:
 
 
 def _figures(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a row but for its step and time."""
+    """The numbers of a row, without its step and time."""
     numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
     return {key: value for key, value in numbers.items() if key not in ("step", "time")}
 

@@ -1,6 +1,5 @@
-"""How many steps fill a budget of seconds, by a trial before the run's first step: the run in
-miniature, from the same start, which leaves nothing behind.
-"""
+"""How many steps fill a budget of seconds. A trial before the first step tells: the same run in
+miniature, which leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def parts(
     return replace(built, events=events)
 
 
-FIRST_LOOK = 6  # steps that say how long the trial can be
+FIRST_LOOK = 6  # steps whose time decides how long the trial can be
 SHARE = 0.05  # of the budget, for the trial
 SHORTEST, LONGEST = 30, 300  # steps of the trial
 WARM_UP = 3  # steps of a phase that are not counted: compilers, caches, a change of masks

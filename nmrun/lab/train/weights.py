@@ -1,11 +1,10 @@
-"""The weights of a run: those that it begins with, how every process holds them, and their mean over the
-last epochs.
-"""
+"""The weights of a run: initial weights, how every process holds them, and their mean over the last
+epochs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -29,14 +28,14 @@ def network(config: Config, task: Task) -> nn.Module:
     if config.init is not None and not any(p.is_meta for p in model.parameters()):
         heads = getattr(model, "heads_of_tasks", ())
         load(model, config.init, f"init={config.init}", heads)
-        # another activation may be what the run is about
+        # another activation may be the point of the run
         check_alike(config, config.init, f"init={config.init}", ("heads",))
     return model
 
 
 def check_alike(config: Config, place: str, setting: str, keys: Collection[str]) -> None:
-    """Compare keys of the network that no weight's shape shows with those of the run whose weights
-    ``place`` names. ConfigError where one differs."""
+    """Compare keys of the network that do not show in the shapes of weights with those of the run
+    that ``place`` names. ConfigError where one differs."""
     theirs, ours = weights_in(place)[0].config.get("model", {}), config.model.values()
     for key in keys:
         if key in theirs and key in ours and theirs[key] != ours[key]:
@@ -46,8 +45,8 @@ def check_alike(config: Config, place: str, setting: str, keys: Collection[str])
 
 
 def check(place: str, setting: str) -> None:
-    """Look whether the weights that a recipe reads are as their run left them; what is in no run's
-    folder is taken as it is. ``setting`` is the key and value for errors. ConfigError where they were
+    """Check that weights which a recipe reads are as their run left them. Files outside a run's
+    folder are not checked. ``setting`` is the key and value for errors. ConfigError where they were
     changed."""
     folder, file = weights_in(place)
     if file in WEIGHTS:
@@ -97,7 +96,13 @@ def load(model: nn.Module, place: str, setting: str, heads: Collection[str] = ()
 
 class Replicated:
     """A sparse model, its optimizer and its handle, whole in every process; in shards it is
-    ``nmrun.lab.train.fsdp.Sharded``."""
+    ``nmrun.lab.train.fsdp.Sharded``.
+
+    Attributes:
+        in_step: whether a process can pass through the model only together with all others.
+    """
+
+    in_step: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle) -> None:
         self.model, self.optimizer, self.handle = model, optimizer, handle
@@ -137,12 +142,11 @@ class Replicated:
 
 
 class Average:
-    """Adds up what is saved of a model, parameters and running statistics, at the ends of the
-    ``last`` epochs; 1 does nothing (Vaswani et al. 2017, arXiv 1706.03762, section 6.1).
+    """The mean of a model's parameters and running statistics over the ends of the ``last`` epochs;
+    1 does nothing (Vaswani et al. 2017, arXiv 1706.03762, section 6.1).
 
-    Of a sparse weight it is the dense one that is averaged; the mask is that of the mean (or the
-    recipe's, where it is fixed).
-    """
+    Of a sparse weight the dense one is averaged. The mask is that of the mean, or the recipe's if
+    it is fixed."""
 
     def __init__(self, model: nn.Module, handle: Handle, last: int) -> None:
         self.model, self.handle, self.last = model, handle, last
@@ -183,7 +187,7 @@ class Average:
         self.sums = {name: sums[name].to(tensor.device) for name, tensor in tensors.items()}
 
     def _reorder(self, name: str, dim: int, index: Tensor) -> None:
-        """A tensor became ``t.index_select(dim, index)``: so does what was added up of it."""
+        """Reorder the sum of a tensor that became ``t.index_select(dim, index)``."""
         if name in self.sums:
             self.sums[name] = self.sums[name].index_select(dim, index)
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nmrun.errors import ConfigError
-from nmrun.lab.verbs import Parser, files_of_the_command, quantity
+from nmrun.lab.output import quantity
+from nmrun.lab.verbs import Parser, files_of_the_command
 
 FOLDER = ".tune"  # in the output folder; the runs of the trials are below it
 

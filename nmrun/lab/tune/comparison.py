@@ -1,5 +1,5 @@
-"""A comparison of tuned recipes: the trials of each cell, the runs of its seeds, how far all are, and the
-table of both.
+"""A comparison of tuned recipes: the trials of each cell, the runs of its seeds, their progress,
+and the tables.
 
 Each cell has ``trials`` runs with the seed 1000. The best two by the validation split are
 repeated with the seeds 1001 and 1002; the better mean wins, and has a run for each reported seed.
@@ -29,8 +29,8 @@ from nmrun.lab.compare.comparison import Comparison
 from nmrun.lab.compare.notation import label
 from nmrun.lab.compare.runs import row, to_csv, usual_metric
 from nmrun.lab.compare.tables import build
-from nmrun.lab.folders.sweep import span
-from nmrun.lab.keys.config import Config
+from nmrun.lab.keys.config import Config, flatten
+from nmrun.lab.output import span
 from nmrun.lab.runs import documents, locks
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.show import formats
@@ -39,7 +39,7 @@ from nmrun.lab.sweeps import jobs
 from nmrun.lab.tune import plan
 from nmrun.lab.tune.plan import TuningCell, total
 from nmrun.lab.tune.study import ENDED, RUNS, SEED, TRIALS, Study, Trial, ended, of_result
-from nmrun.lab.words import command_line, schema
+from nmrun.lab.words import command_line
 from nmrun.lab.words.composition import Cache, config_of
 from nmrun.lab.words.identity import identity, run_folder
 from nmrun.ranges import Search
@@ -51,11 +51,11 @@ Seeds = Sequence[float | None]  # the metric by seed; None where the run failed
 
 
 def check(cell: TuningCell) -> None:
-    """Write what a cell's trials are of. ConfigError where those under this name were of other
-    settings or another space."""
+    """Record what a cell searches. ConfigError where trials under this name had other settings or
+    another space."""
     flat = {
         key: value
-        for key, value in schema.flatten(cell.config.plain).items()
+        for key, value in flatten(cell.config.plain).items()
         if key not in cell.searched and key.partition(".")[0] not in ("track", "seed", "output_dir")
     }
     definition: dict[str, Any] = {
@@ -92,9 +92,8 @@ def run(cell: TuningCell, trials: int, say: Say) -> bool:
     at work on it, or on the run of a seed, which comparisons share.
 
     KeyboardInterrupt or SystemExit come once the run's checkpoint is saved. ConfigError where the
-    runs have no metric of a validation split. RunError where a run fails for another reason than
-    its settings, a full disk say: it counts as no trial.
-    """
+    runs have no metric of a validation split. RunError where a run fails for a reason other than
+    its settings, such as a full disk: it is no trial then."""
     with locks.hold(cell.folder) as ours:
         if not ours:
             return False
@@ -160,8 +159,8 @@ def _composed(cell: TuningCell, words: Sequence[str]) -> Config:
 
 
 def _try(cell: TuningCell, params: Mapping[str, Any], seed: int) -> Trial:
-    """Do a run of the tuning. The test split is left alone. Nobody wants to go on, and the
-    checkpoint would be most of what it leaves."""
+    """Do a run of the tuning, without the test split. Its checkpoint is removed: it would take most
+    of the space, and nobody resumes the run."""
     place = command_line.word("output_dir", cell.folder / RUNS)
     words = [*_words(cell, params, seed), "trainer.test=false", place]
     config = _composed(cell, words)
@@ -185,7 +184,8 @@ def _train(cell: TuningCell, config: Config, words: Sequence[str]) -> dict[str, 
     with unchanged(), contextlib.redirect_stdout(io.StringIO()):
         outcome = jobs.one(config, command=command_line.typed(cell.config_dir, words))
     raise_interrupt(outcome)
-    # without a config it did not begin: files of its folder are wrong, or torch cannot be loaded
+    # without a config the run did not begin: files in its folder are wrong, or torch cannot be
+    # loaded
     if outcome.get("of_machine") or (outcome["status"] == "failed" and "config" not in outcome):
         raise RunError(
             f"{run_folder(config)}: {outcome['error']}; no trial is lost, and the same command goes on"
@@ -204,7 +204,7 @@ def score_text(trial: Trial | None) -> str:
 
 
 class TuningProgress:
-    """Counts what is ahead of a comparison, from now on."""
+    """Counts the runs that a comparison still has to do, from now on."""
 
     def __init__(self, cells: Sequence[TuningCell], trials: int) -> None:
         self.open, self.trials, self.total = list(cells), trials, total(cells, trials)
@@ -213,13 +213,13 @@ class TuningProgress:
     def ahead(self) -> int:
         """Count the runs that have not ended, in all processes."""
         counts = [ahead(cell, self.trials) for cell in self.open]
-        # a cell that is done stays so, and to look at its seeds takes longer than many a run
+        # a cell that is done stays done, and reading its seeds takes longer than many runs
         self.open = [cell for cell, count in zip(self.open, counts, strict=True) if count]
         return sum(counts)
 
     def line(self, message: str) -> str:
-        """``[3/24] ... (12 min left)``: a run takes what passed since the beginning for each that
-        ended since."""
+        """``[3/24] ... (12 min left)``, by the mean time of the runs that have ended since the
+        beginning."""
         ahead = self.ahead()
         ended, passed = self.at_first - ahead, time.monotonic() - self.began
         remaining = f" ({span(passed / ended * ahead)} left)" if ended > 0 and ahead else ""
@@ -248,7 +248,7 @@ IN_TITLE = ("dataset", "model", "optimizer")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is there of a comparison.
+    """The results of a comparison so far.
 
     Attributes:
         runs: as of :func:`nmrun.lab.compare.runs.collect`, with ``tuned.*``: the cell, how it was
@@ -256,7 +256,7 @@ class Outcome:
         tuning: for each cell its name, the number of trials, the winner's mean and settings, seconds.
         edges: a line for each end of a range at which best settings lie.
         unsteady: a line for each cell whose best settings fail, or nearly, with a seed.
-        failed: the names of cells without a good trial, and the folders of failed runs.
+        failed: the names of cells whose trials all failed, and the folders of failed runs.
     """
 
     runs: pd.DataFrame
@@ -297,10 +297,12 @@ def outcome_of(cells: Sequence[TuningCell], trials: int) -> Outcome:
             tuning.append(
                 [cell.name, str(len(cell_trials)), score_text(best), settings, span(seconds)]
             )
-        for key, value in best.params.items() if best else ():
-            if end := plan.at_edge(value, cell.searched[key]):
-                edges.setdefault((key, cell.searched[key], end), []).append(cell.name)
-        failed += [cell.name] if len(cell_trials) == trials and best is None else []
+        if best is not None:
+            for key, value in best.params.items():
+                if end := plan.at_edge(value, cell.searched[key]):
+                    edges.setdefault((key, cell.searched[key], end), []).append(cell.name)
+        if len(cell_trials) == trials and best is None:
+            failed.append(cell.name)
         of_seeds: list[float | None] = []
         for config in configs(cell, trials):
             folder = run_folder(config)
@@ -321,19 +323,22 @@ def outcome_of(cells: Sequence[TuningCell], trials: int) -> Outcome:
 
 
 def _unsteady(name: str, best: Trial, tuning: Seeds, seeds: Seeds) -> list[str]:
-    """Say in how many runs the best settings fail, by the seeds of the tuning and by the final ones:
-    they ended with an error (None), or are worse than the tuning seeds' median by over a tenth of it.
-    """
+    """Count the runs in which the best settings fail, by the seeds of the tuning and by the final
+    ones. Such a run ended with an error (None), or is worse than the tuning seeds' median by more
+    than a tenth of it."""
     middle = statistics.median(value for value in tuning if value is not None)
     sign = 1 if best.higher_is_better else -1
     notes = []
     for values, which in ((tuning, "tuning seeds"), (seeds, "seeds")):
         lost = [v for v in values if v is None or sign * (middle - v) > abs(middle) / 10]
-        notes += [f"{len(lost)} of {len(values)} {which}"] * bool(lost)
+        if lost:
+            notes.append(f"{len(lost)} of {len(values)} {which}")
+    if not notes:
+        return []
     return [
         f"{name}: {' and '.join(notes)} failed with the best settings, or are worse than the tuning seeds' "
         f"median by more than a tenth ({score_text(best)}); under another name, search smaller learning rates"
-    ] * bool(notes)
+    ]
 
 
 def _edges(edges: Mapping[tuple[str, Search, str], Sequence[str]]) -> list[str]:
@@ -345,8 +350,8 @@ def _edges(edges: Mapping[tuple[str, Search, str], Sequence[str]]) -> list[str]:
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
-    """Write ``runs.csv``, ``trials.csv`` and ``table.md``, each whole or not at all. What the first
-    two have of other cells stays there."""
+    """Write ``runs.csv``, ``trials.csv`` and ``table.md``, each whole or not at all. Other cells'
+    lines in the first two stay."""
     for name, text, key in (
         (RUNS_CSV, to_csv(outcome.runs), CELL),
         (TRIALS_CSV, to_csv(outcome.trials), "cell"),
@@ -357,7 +362,7 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
 
 
 def _with_other_cells(file: Path, text: str, key: str, names: set[str]) -> str:
-    """New lines after those that a CSV file has of other cells."""
+    """The lines of other cells in a CSV file, then the new lines."""
     if not file.exists():
         return text
     try:
@@ -395,8 +400,11 @@ def outcome_text(outcome: Outcome) -> str:
             parts.append(f"{heading}{formats.render(Comparison([table]), 'markdown')}")
     head = ["cell", "trials", "mean of three seeds", "settings", "time of tuning"]
     title = "What the trials found"
-    parts += [f"{title}\n\n{aligned(head, outcome.tuning)}\n"] if outcome.tuning else []
+    if outcome.tuning:
+        parts.append(f"{title}\n\n{aligned(head, outcome.tuning)}\n")
     notes = [*outcome.edges, *outcome.unsteady]
-    parts += ["\n".join([*notes, ""])] if notes else []
-    parts += [f"failed: {', '.join(outcome.failed)}\n"] if outcome.failed else []
+    if notes:
+        parts.append("\n".join([*notes, ""]))
+    if outcome.failed:
+        parts.append(f"failed: {', '.join(outcome.failed)}\n")
     return "\n".join(parts)

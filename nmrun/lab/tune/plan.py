@@ -1,5 +1,4 @@
-"""What a comparison of tuned recipes is going to do: its cells, what each searches, and how many runs they
-take.
+"""The plan of a comparison of tuned recipes: its cells, what each searches, and the number of runs.
 
 A cell is what a table shows: one recipe at one ratio, and one value of every other key that is
 swept. Searched are the learning rate, and what the recipe's class declares beside a hyperparameter's
@@ -18,12 +17,12 @@ from typing import Any
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep
 
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.config import Config
+from nmrun.lab.keys.config import Config, flatten
 from nmrun.lab.keys.fields import Field
 from nmrun.lab.keys.recipe_facts import recipe_facts
+from nmrun.lab.output import quantity
 from nmrun.lab.tune.study import AGAIN, FINALISTS, SEED
-from nmrun.lab.verbs import quantity
-from nmrun.lab.words import command_line, schema
+from nmrun.lab.words import command_line
 from nmrun.lab.words.composition import Cache, config_of
 from nmrun.lab.words.identity import identity
 from nmrun.lab.words.precheck import Job
@@ -113,17 +112,17 @@ def _place(name: str) -> str:
 
 
 def _of_runs(cell: TuningCell, space: Space, cache: Cache) -> TuningCell:
-    """The cell with its part of ``space``: the keys and values that change its run. Values are those
-    that a run would have: where null has a meaning, the value that it means. ConfigError for a
-    value or an end of a range that a key does not take."""
+    """The cell with its part of ``space``: the keys and values that change its run. A null that
+    stands for a value is replaced by it. ConfigError for a value or an end of a range that a key
+    does not take."""
 
-    def runs(key: str, values: Sequence[Any], *beside: tuple[str, Any]) -> dict[str, Any]:
-        """By the identity of each run the first of the values, as the run has it."""
+    def runs(key: str, values: Sequence[Any], *others: tuple[str, Any]) -> dict[str, Any]:
+        """The first value that gives each run, by the run's identity, as its config has it."""
         found: dict[str, Any] = {}
         for value in values:
-            words = cell.with_settings([(key, value), *beside])
+            words = cell.with_settings([(key, value), *others])
             config = config_of(words, cell.config_dir, cache)
-            has = schema.flatten(config.plain)[key]
+            has = flatten(config.plain)[key]
             found.setdefault(identity(config), value if value == has else has)
         return found
 
@@ -137,7 +136,7 @@ def _of_runs(cell: TuningCell, space: Space, cache: Cache) -> TuningCell:
             distinct = runs(key, values)
         except ConfigError as error:
             raise ConfigError(f"--over {error}") from None
-        # it may change a run only beside another value of a key that is searched too
+        # it may change a run only together with another value of a second searched key
         for other in ((k, v) for k in own if k != key for v in own[k]):
             if len(distinct) == len(values):
                 break
@@ -155,9 +154,9 @@ def _named(config: Config) -> tuple[str, str]:
 
 
 def _apart(configs: Sequence[Config]) -> list[dict[str, str]]:
-    """Of each config the values of the swept keys that neither recipe nor ratio says. Settings of a
-    recipe are such keys where they alone tell its cells apart."""
-    flats = [schema.flatten(config.plain) for config in configs]
+    """For each config, the values of the swept keys besides recipe and ratio. A recipe's settings
+    are among them if only they tell its cells apart."""
+    flats = [flatten(config.plain) for config in configs]
     prefixes = ("recipe.", "sparsity.")
     common = _differing([{k: v for k, v in f.items() if not k.startswith(prefixes)} for f in flats])
     apart = [{key: str(flat[key]) for key in common if key in flat} for flat in flats]
@@ -203,8 +202,8 @@ def _repeats(trials: int) -> int:
 
 
 RATE = "optimizer.lr"
-EDGE = 0.05  # of a range, where a value is said to lie at its end
-AROUND = 5.0  # the learning rate is looked for from a fifth to five times the config's
+EDGE = 0.05  # a value this near to an end of a range, as a share of it, lies at that end
+AROUND = 5.0  # the learning rate is searched from a fifth of the config's to five times it
 Space = Mapping[str, Search]
 
 
@@ -224,15 +223,15 @@ def has(config: Config, key: str) -> bool:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """The values of a run by key. A config need not say those of a recipe of one's own."""
+    """The values of a run by key, with the defaults that a recipe of one's own need not name."""
     defaults = {key: field.default for key, field in _of_recipe(config).items()}
-    return defaults | schema.flatten(config.plain)
+    return defaults | flatten(config.plain)
 
 
 def _of_recipe(config: Config) -> dict[str, Field]:
     path = config.recipe.target or RECIPES[config.recipe.name]
     fields: Mapping[str, Field] = {}
-    with contextlib.suppress(Exception):  # a class that cannot be imported ends the first trial
+    with contextlib.suppress(Exception):  # without its class, the first trial will fail and say why
         fields = recipe_facts(path).keys
     return {f"recipe.{key}": field for key, field in fields.items()}
 
@@ -282,8 +281,8 @@ def at_edge(value: Any, search: Search) -> str:
 
 
 def wider(search: Search, end: str) -> str:
-    """A range that goes on at its ``lower`` or ``upper`` end, as ``--over`` takes it; ``...`` where
-    it is not known how far a setting may go."""
+    """A range extended at its ``lower`` or ``upper`` end, as ``--over`` takes it; ``...`` where a
+    setting's limit is not known."""
     if not search.log:
         return "..."
     low = search.low / AROUND if end == "lower" else search.low

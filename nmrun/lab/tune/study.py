@@ -1,11 +1,10 @@
 """The trials of one cell of a comparison, and which settings to try next.
 
-``trials.jsonl`` lists what was tried, in order. What came of it is in the ``result.json`` of each
-run, whose hash is checked: no other file can decide. Each line has a checksum of all up to it, as
-who changes the list changes what is tried. Optuna proposes. Its study is made anew for
-each proposal, with a seed that follows from the trial's number. So a comparison that was cut off
-goes on with the same proposals.
-"""
+``trials.jsonl`` lists the settings that were tried, in order. Only the ``result.json`` of each run,
+whose hash is checked, says how it ended. Each line has a checksum of all lines up to it, because a
+changed list would change later trials. Optuna proposes. Its study is made anew for each proposal,
+with a seed that follows from the trial's number. So a comparison that was cut off goes on with the
+same proposals."""
 
 from __future__ import annotations
 
@@ -21,16 +20,16 @@ from typing import Any
 
 from nmrun import atomic
 from nmrun.errors import ConfigError, extra
+from nmrun.lab.keys.config import flatten
 from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import RunFolder
-from nmrun.lab.words.schema import flatten
 from nmrun.ranges import Search
 
-SEED = 1000  # of the trials' runs: the seeds that are reported decide nothing
+SEED = 1000  # of the trials' runs: the reported seeds must not decide
 FINALISTS = 2  # the best trials, which are repeated with each of
 AGAIN = (1001, 1002)
 TRIALS, RUNS = "trials.jsonl", "runs"
-ENDED = ("finished", "failed")  # ends after which nothing is left to do
+ENDED = ("finished", "failed")  # statuses after which nothing is left to do
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class Study:
         return ended
 
     def _distinct(self, count: int) -> list[Trial]:
-        """The first ``count`` trials, each run once: of a list of values some come again."""
+        """The first ``count`` trials without repetitions, which lists of values lead to."""
         trials = self.trials()[:count]
         return [trial for number, trial in enumerate(trials) if trial not in trials[:number]]
 
@@ -120,8 +119,7 @@ class Study:
         return next((run for run in self.runs if (run.params, run.seed) == (params, seed)), None)
 
     def add(self, params: Mapping[str, Any]) -> None:
-        """List the settings of the next trial; they take the place of a damaged line and of what
-        stands after it."""
+        """List the settings of the next trial. They replace a damaged line and all after it."""
         listed, number = self.settings()[0], len(self.trials())
         listed[number : number + 1] = [dict(params)]
         lines, checksum = "", 0
@@ -132,8 +130,8 @@ class Study:
 
     def ranked(self, count: int) -> list[Trial]:
         """Order the first ``count`` trials, without those that failed, the best first."""
-        good = [trial for trial in self._distinct(count) if trial.value is not None]
-        return sorted(good, key=_value, reverse=bool(good) and good[0].higher_is_better)
+        scored = [trial for trial in self._distinct(count) if trial.value is not None]
+        return sorted(scored, key=_value, reverse=bool(scored) and scored[0].higher_is_better)
 
     def to_repeat(self, count: int) -> list[tuple[dict[str, Any], int]]:
         """List the finalists' settings with the seeds that they have not been repeated with."""
@@ -145,9 +143,8 @@ class Study:
         """The trial whose mean over the tuning seeds is best, with that mean; None where every
         finalist failed with some seed.
 
-        One lucky seed makes no winner: near the largest learning rate that trains at all, a run may
-        go well or badly by its seed.
-        """
+        One lucky seed must not win: near the largest learning rate that works at all, the seed
+        decides whether a run succeeds."""
         means = []
         for trial in self.ranked(count)[:FINALISTS]:
             every = self.values(trial.params)
@@ -161,7 +158,7 @@ class Study:
         return sum(run.seconds for run in [*self._distinct(count), *self.repeats()])
 
     def values(self, params: dict[str, Any]) -> list[float | None]:
-        """By tuning seed, of those that have ended."""
+        """The metric by tuning seed, for runs that have ended."""
         runs = [self.run(params, seed) for seed in (SEED, *AGAIN)]
         return [run.value for run in runs if run is not None]
 
@@ -188,7 +185,7 @@ class Study:
                 study.enqueue_trial(past.params)
                 trial = study.ask()
                 self._suggested(trial)
-                if past.value is None:  # to TPE, worse than any that ended
+                if past.value is None:  # TPE gets a value worse than any that a run had
                     study.tell(trial, state=optuna.trial.TrialState.PRUNED)
                 else:
                     study.tell(trial, past.value)

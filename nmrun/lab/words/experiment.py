@@ -1,4 +1,4 @@
-"""What words of a sweep stand for: ``experiment=NAME scale=SCALE`` and ``zip=KEY,KEY``.
+"""The words of a sweep that stand for others: ``experiment=NAME scale=SCALE`` and ``zip=KEY,KEY``.
 
 An experiment is a table or figure of a paper as one file, ``conf/experiment/<name>.yaml``. Its
 overrides replace the word before Hydra reads it. So its runs are the same, in the same folders, as
@@ -42,7 +42,7 @@ REPORT: dict[str, Any] = {
 def _is_line(value: Any) -> bool:
     try:
         return isinstance(value, str) and shlex.split(value) is not None
-    except ValueError:  # a quotation without an end
+    except ValueError:  # a quotation mark without its partner
         return False
 
 
@@ -201,7 +201,7 @@ def _read(word: str, content: Any) -> Experiment:
 def _check(
     content: Any, keys: Mapping[str, Check | None], needed: Sequence[str], prefix: str = ""
 ) -> None:
-    """Raise ValueError for what is no mapping of these keys to values that they take."""
+    """Raise ValueError unless this is a mapping of these keys to values that they take."""
     of = f"{prefix.rstrip('.')}: " if prefix else ""
     if not isinstance(content, dict):
         raise ValueError(f"{of}it takes the keys {', '.join(keys)}")

@@ -1,4 +1,5 @@
-"""Which run this is: a short hash of all that changes its result, and the folder that follows."""
+"""The identity of a run: a short hash of everything that can change its result, and the folder with
+that name."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from nmrun.oneshot import METHODS
 GROUPS = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "seed")
 SETTINGS = (*GROUPS, "init")  # what can change a result
 OF_COMMAND = {"output_dir", "resume", "force", "dry"}  # and not of the training
-# where and how it runs and what it tells
+# where and how it runs, and what it reports
 IRRELEVANT = {
     "dataset": {"workers"},
     "trainer": {
@@ -23,19 +24,19 @@ IRRELEVANT = {
         *("log_every", "checkpoint_every"),
     },
 }
-# by key: other keys that change nothing while it is null
+# by key: other keys that have no effect while it is null
 DEPENDENT = {
     "distill": {"distill_weight", "distill_temperature"},
     "activations": {"activations_dense_start", "activations_dense_end"},
 }
-# by key: other keys that change nothing unless it is null
+# by key: other keys that have no effect unless it is null
 REPLACED = {"steps": {"epochs"}}
 # what decides how many steps a budget of seconds buys
 SPEED = {"device", "deterministic", "threads", "distributed", "acceleration"}
 
 
 def identity(config: Config) -> str:
-    """Ten hexadecimal digits. Equal for two commands exactly when they ask for the same training.
+    """Ten hexadecimal digits, which two commands share exactly when they ask for the same training.
 
     Of the keys, those count that are not at their default: a new key changes no id.
     """
@@ -72,8 +73,8 @@ def is_in_id(key: str) -> bool:
 
 
 def _weights_of(place: str) -> str:
-    """The id of the run whose weights ``place`` names, wherever that lies, and the file where it is
-    not the last one's; without a run the text as it is."""
+    """The id of the run whose weights ``place`` names, wherever it lies, with the file unless that
+    is the last weights'; without a run, the text itself."""
     folder, name = weights_in(place)
     run = folder.result.get("id")
     if run is None:
@@ -91,7 +92,7 @@ def title(config: Config) -> str:
 
 
 def _defaults(group: str, value: dict[str, Any]) -> dict[str, Any]:
-    """The defaults of a group's keys. There is no name among them, and none of the user's own."""
+    """The defaults of a group's keys, without its name and without keys of the user's own."""
     name = str(value.get("name"))
     if "_target_" in value or (group not in options.UNNAMED and name not in options.names(group)):
         return {}

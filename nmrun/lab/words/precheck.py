@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nmrun.errors import ConfigError, extra
 from nmrun.lab.keys import options
-from nmrun.lab.keys.config import Config
+from nmrun.lab.keys.config import Config, flatten
 from nmrun.lab.keys.options import NAMED
 from nmrun.lab.signals import of_interrupt
 from nmrun.lab.words import command_line, hydra_internals, rules, schema, suggestions
@@ -242,7 +242,7 @@ class _Unknown:
     def found(self, words: list[str], config: DictConfig) -> None:
         plain: Any = OmegaConf.to_container(config, resolve=False)
         self.jobs.append(words)
-        self.others |= {*plain, *schema.flatten(plain)}
+        self.others |= {*plain, *flatten(plain)}
 
     def lines(self, count: int, groups: set[str]) -> list[str]:
         """The lines for it in a sweep of so many jobs."""

@@ -1,4 +1,4 @@
-"""What every key of a config means, which values it takes and what it is by default.
+"""The meaning, values and default of every key of a config.
 
 ``nmrun help`` and the pages of keys are made from here. No torch.
 """
@@ -26,7 +26,7 @@ from nmrun.recipes import RECIPES, installed
 from nmrun.registry import did_you_mean, no_such
 
 GROUPS = kinds.GROUPS
-WORDS = {  # of a command, which no config has as keys
+WORDS = {  # words of a command that are no keys of a config
     "experiment": "experiment=NAME scale=smoke|small|paper: the runs of a paper's table or figure, a sweep (-m).",
     "scale": "scale=smoke|small|paper: how large an experiment's runs are; default small.",
     "zip": "zip=KEY,KEY: in a sweep (-m) the values of these keys go together, not in all combinations.",
@@ -37,7 +37,7 @@ WORDS = {  # of a command, which no config has as keys
 
 @dataclass(frozen=True)
 class Key:
-    """A key of one option: the same key can be another thing in another option.
+    """A key of one option. The same key can mean something else in another option.
 
     ``name`` is with its group, such as ``recipe.decay``. ``takes`` are the allowed values in words;
     empty where any is. ``default`` is as a command line has it.
@@ -103,7 +103,7 @@ def _installed(name: str, path: str) -> Option:
 
 
 def _preset(group: str, file: Path) -> Option:
-    """A user's own preset: its keys mean what those of the class mean that it names."""
+    """A user's own preset. Its keys have the meanings of the class that it names."""
     content = kinds.read_yaml(file, str(file))
     values = content if isinstance(content, dict) else {}
     class_fields = _class_fields(group, values)
@@ -173,9 +173,10 @@ def about(topic: str, config_dir: str | None = None, others: Iterable[str] = ())
     if group == "experiment" and name:
         return "\n".join(_experiment(name))
     if word := WORDS.get(topic) or WORDS.get(group):
-        return "\n".join(
-            [*_wrap(word, "", "    "), *(_experiments() if group == "experiment" else ())]
-        )
+        lines = _wrap(word, "", "    ")
+        if group == "experiment":
+            lines += _experiments()
+        return "\n".join(lines)
     if group in GROUPS:
         choices = options(group, config_dir)
         if equals and group != "sparsity":  # any ratio is an option there
@@ -193,7 +194,7 @@ def about(topic: str, config_dir: str | None = None, others: Iterable[str] = ())
     ]
     if named:
         return "\n".join(line for option in named for line in _option(option))
-    from nmrun.lab.words import experiment  # with Hydra, which no other help needs
+    from nmrun.lab.words import experiment  # this imports Hydra, which no other help needs
 
     if topic in experiment.names():
         return "\n".join(_experiment(topic))
@@ -239,7 +240,7 @@ def _hint(topic: str, others: Iterable[str]) -> str:
 
 
 def _list(among: list[Option]) -> Iterator[str]:
-    """A group's options, a paragraph each; before the recipes, which to take."""
+    """A group's options, a paragraph each; advice comes before the recipes."""
     if among[0].group == "recipe":
         yield "Which to take, by what you train:"
         for task, recipes in ADVICE:
@@ -253,7 +254,7 @@ def _option(option: Option) -> Iterator[str]:
     yield option.group + (f"={option.name}" if option.name else "")
     for paragraph in filter(None, (option.use, *(option.more or option.about).split("\n\n"))):
         if re.search(r"^(?:    |- )", paragraph, re.M):  # a formula or a list stays as it is
-            yield from textwrap.indent(_plain(paragraph), "  ").splitlines()
+            yield from textwrap.indent(_without_marks(paragraph), "  ").splitlines()
         else:
             yield from _wrap(paragraph, "  ", "  ")
     for key in option.keys:
@@ -263,9 +264,11 @@ def _option(option: Option) -> Iterator[str]:
 
 
 def _key(key: Key, defaults: dict[str, list[str]]) -> Iterator[str]:
-    """One meaning of a key: the options that have it by their defaults."""
+    """The text on one meaning of a key. ``defaults`` has the options with this meaning by their
+    default."""
     names = [name for owners in defaults.values() for name in owners if name]
-    yield from _wrap(f"of {', '.join(names)}: " * bool(names) + key.meaning, "  ", "  ")
+    whose = f"of {', '.join(names)}: " if names else ""
+    yield from _wrap(whose + key.meaning, "  ", "  ")
     few = len(defaults) == 1
     texts = (
         value if few else f"{value} ({', '.join(owners)})" for value, owners in defaults.items()
@@ -281,7 +284,7 @@ def _values(key: Key, default: str) -> Iterator[str]:
 def _wrap(text: str, first: str, other: str) -> list[str]:
     width = min(100, shutil.get_terminal_size().columns)
     return textwrap.wrap(
-        _plain(text), width, initial_indent=first, subsequent_indent=other,
+        _without_marks(text), width, initial_indent=first, subsequent_indent=other,
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
 
@@ -290,6 +293,7 @@ def _without_links(text: str) -> str:
     return re.sub(r"\[(.*?)\]\(.*?\)", r"\1", text)
 
 
-def _plain(text: str) -> str:
-    """Without the marks of reStructuredText."""
-    return re.sub(r"::$|:\w+:(?=`)|`+~?", lambda mark: ":" * (mark[0] == "::"), text, flags=re.M)
+def _without_marks(text: str) -> str:
+    """A text without the marks of reStructuredText."""
+    text = re.sub(r"::$", ":", text, flags=re.M)
+    return re.sub(r":\w+:(?=`)|`+~?", "", text)

@@ -1,6 +1,5 @@
-"""What a config must not ask for: keys that do not go together. And what the run itself would
-refuse, told before it begins.
-"""
+"""Rules for keys that depend on each other; and what the run itself would refuse, reported before
+it begins."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from nmrun.lab.runs.run_folder import weights_in
 from nmrun.patterns import Pattern, PatternError, written
 from nmrun.recipes import RECIPES
 
-Good = Callable[..., bool]  # whether nothing is wrong with these keys and their groups
+Valid = Callable[..., bool]  # says whether these keys and their groups have valid values
 
 # the package that an option needs, and the extra of nmrun that it comes with
 PACKAGES = {
@@ -38,41 +37,38 @@ DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/nvmap")  # CUDA, W
 
 
 class Facts:
-    """A resolved config as the rules look at it: plain data, as parts of it may be wrong. ``good``
-    says whether keys have right values; nothing is concluded from others.
-    """
+    """A resolved config for the rules: plain data, since parts of it may be wrong. ``valid`` says
+    whether keys have valid values; rules use no others."""
 
-    def __init__(self, plain: dict[str, Any], good: Good) -> None:
-        self._good = good
+    def __init__(self, plain: dict[str, Any], valid: Valid) -> None:
+        self._valid = valid
         self.output_dir: Any = plain.get("output_dir")
         groups = ("recipe", "optimizer", "model", "dataset", "trainer", "sparsity")
         self.recipe, self.optimizer, self.model, self.dataset, self.trainer, self.sparsity = (
             content if isinstance(content := plain.get(group), dict) else {} for group in groups
         )
 
-    def good(self, *keys: str) -> bool:
-        """Whether a rule may look at these keys; ``recipe.*`` is a built-in recipe and all its
-        keys.
-        """
+    def valid(self, *keys: str) -> bool:
+        """Whether a rule may use these keys; ``recipe.*`` is a built-in recipe and all its keys."""
         if keys == ("recipe.*",):
             every = (f"recipe.{name}" for name in self.recipe)
-            return self.own_rules and self._good("recipe", *every)
-        return self._good(*keys)
+            return self.own_rules and self._valid("recipe", *every)
+        return self._valid(*keys)
 
     @functools.cached_property
     def own_rules(self) -> bool:
         """Whether the recipe is built-in and not the dense one."""
-        return self._good("recipe") and "_target_" not in self.recipe and not self.dense
+        return self._valid("recipe") and "_target_" not in self.recipe and not self.dense
 
     @functools.cached_property
     def ratio(self) -> tuple[Any, Any] | None:
-        if not self._good("sparsity.n", "sparsity.m", "sparsity.v"):
+        if not self._valid("sparsity.n", "sparsity.m", "sparsity.v"):
             return None
         return self.sparsity["n"], self.sparsity["m"]
 
     @functools.cached_property
     def dense(self) -> bool:
-        builtin = self._good("recipe") and "_target_" not in self.recipe
+        builtin = self._valid("recipe") and "_target_" not in self.recipe
         return (builtin and self.recipe["name"] == "dense") or self.ratio == (None, None)
 
     @functools.cached_property
@@ -99,21 +95,21 @@ class Facts:
         """The first folder above the output that exists, if nothing can be written there."""
         folder = Path(self.output_dir)
         parents = [folder, *folder.absolute().parents]
-        # os.path: of a name that is too long for the file system it says no
+        # os.path says no to a name that is too long for the file system
         existing = next((path for path in parents if os.path.exists(path)), Path("/"))
-        good = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-        return None if good else existing
+        writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+        return None if writable else existing
 
 
-def broken(plain: dict[str, Any], good: Good) -> Iterator[str]:
+def broken(plain: dict[str, Any], valid: Valid) -> Iterator[str]:
     """One line for each rule that a resolved config breaks."""
-    facts = Facts(plain, good)
+    facts = Facts(plain, valid)
     if facts.no_pattern is not None:
         yield facts.no_pattern
     yield from _wrong_recipe(facts)
     yield from _wrong_training(facts)
     yield from _wrong_acceleration(facts)
-    if facts.good("output_dir") and facts.unwritable is not None:
+    if facts.valid("output_dir") and facts.unwritable is not None:
         yield (
             f"output_dir={Path(facts.output_dir)}: {facts.unwritable} is not a folder that can be "
             "written to"
@@ -122,14 +118,14 @@ def broken(plain: dict[str, Any], good: Good) -> Iterator[str]:
 
 def _wrong_recipe(facts: Facts) -> Iterator[str]:
     recipe, name, pattern = facts.recipe, facts.recipe.get("name"), facts.pattern
-    if facts.good("optimizer.name") and facts.own_rules and name == "step":
+    if facts.valid("optimizer.name") and facts.own_rules and name == "step":
         optimizer = facts.optimizer["name"]
         if optimizer not in ("adam", "adamw"):
             yield (
                 f"recipe=step freezes Adam's second moment, which {optimizer} has not: "
                 "use optimizer=adam or adamw"
             )
-    if facts.good("recipe.*"):
+    if facts.valid("recipe.*"):
         for low, high in (("t_min", "t_max"), ("t_i", "t_f")):
             if low in recipe and high in recipe and recipe[low] > recipe[high]:
                 yield f"recipe.{low}={recipe[low]} is above recipe.{high}={recipe[high]}"
@@ -149,30 +145,30 @@ def _wrong_recipe(facts: Facts) -> Iterator[str]:
 
 def _wrong_training(facts: Facts) -> Iterator[str]:
     optimizer, trainer, dataset = facts.optimizer, facts.trainer, facts.dataset
-    nesterov = facts.good("optimizer.nesterov", "optimizer.momentum") and optimizer.get("nesterov")
+    nesterov = facts.valid("optimizer.nesterov", "optimizer.momentum") and optimizer.get("nesterov")
     if nesterov and not optimizer.get("momentum"):
         yield "optimizer.nesterov=true needs optimizer.momentum above 0"
-    sizes = facts.good("trainer.batch_size", "trainer.accumulate")
+    sizes = facts.valid("trainer.batch_size", "trainer.accumulate")
     if sizes and trainer["batch_size"] % trainer["accumulate"]:
         yield (
             f"trainer.batch_size={trainer['batch_size']} cannot be split into "
             f"trainer.accumulate={trainer['accumulate']} equal micro-batches"
         )
-    if facts.good("trainer.steps", "trainer.budget"):
+    if facts.valid("trainer.steps", "trainer.budget"):
         steps, budget = trainer["steps"], trainer["budget"]
         if steps is not None and budget not in (None, "flops:dense"):
             yield (
                 f"trainer.steps={steps} and trainer.budget={budget} each say how long the run is: "
                 "give one of them"
             )
-    if facts.good("trainer.average", "trainer.epochs", "trainer.steps", "trainer.budget"):
+    if facts.valid("trainer.average", "trainer.epochs", "trainer.steps", "trainer.budget"):
         by_epochs = trainer["steps"] is None and trainer["budget"] is None
         if by_epochs and trainer["average"] > trainer["epochs"]:
             yield (
                 f"trainer.average={trainer['average']}: there are "
                 f"trainer.epochs={trainer['epochs']} to average over"
             )
-    if facts.good("dataset.val_fraction", "dataset.test_fraction") and "_target_" not in dataset:
+    if facts.valid("dataset.val_fraction", "dataset.test_fraction") and "_target_" not in dataset:
         val, test = dataset.get("val_fraction", 0), dataset.get("test_fraction", 0)
         if val + test >= 1:
             yield (
@@ -182,7 +178,7 @@ def _wrong_training(facts: Facts) -> Iterator[str]:
 
 
 def _wrong_acceleration(facts: Facts) -> Iterator[str]:
-    if not facts.good("trainer.acceleration", "trainer.fp8"):
+    if not facts.valid("trainer.acceleration", "trainer.fp8"):
         return
     way, fp8, pattern = facts.trainer["acceleration"], facts.trainer["fp8"], facts.pattern
     products = f"trainer.acceleration={way}: 2:4 products"
@@ -326,7 +322,7 @@ def _needs_gpu(trainer: dict[str, Any]) -> Iterator[str]:
 
 
 def no_gpu() -> bool:
-    """Whether this machine has surely no GPU for torch."""
+    """Whether this machine certainly has no GPU for torch."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return True
     return sys.platform.startswith("linux") and not any(map(glob.glob, DEVICES))

@@ -71,9 +71,8 @@ def resolve(composed: DictConfig) -> dict[str, Any]:
 
 
 def problems(plain: dict[str, Any], unsure: Collection[str] = ()) -> list[str]:
-    """All that is wrong with a resolved config, one line each. Nothing is concluded from keys and
-    groups that are ``unsure``, as they are known to be wrong already.
-    """
+    """Everything that is wrong with a resolved config, one line each. Keys and groups that are
+    ``unsure`` are known to be wrong already and are not checked."""
     groups, keys = (*NAMED, *UNNAMED), options.keys("")
     errors = {no_key(key, (*keys, *groups)): key for key in plain if key not in (*keys, *groups)}
     errors |= {f"{key}: missing; a run needs it": key for key in keys if key not in plain}
@@ -89,14 +88,15 @@ def problems(plain: dict[str, Any], unsure: Collection[str] = ()) -> list[str]:
     errors |= values
     bad = {*unsure, *errors.values()}
 
-    def good(*keys: str) -> bool:
+    def valid(*keys: str) -> bool:
         return not any(key in bad or key.partition(".")[0] in bad for key in keys)
 
-    return [*errors, *rules.broken(plain, good)]
+    return [*errors, *rules.broken(plain, valid)]
 
 
 def ranges(group: str, content: Mapping[str, Any]) -> Mapping[str, Check | None]:
-    """The keys of a group with their ranges; none of the user's own, and of what there is not."""
+    """The keys of a group with their ranges; none for something of the user's own or an unknown
+    option."""
     name = str(content.get("name"))
     builtin = group in UNNAMED or (group in options.GROUPS and name in options.names(group))
     return _checks(options.keys(group, name)) if builtin and "_target_" not in content else {}
@@ -113,8 +113,8 @@ def _convert(ranges: Mapping[str, Check | None], holder: dict[str, Any]) -> None
 
 
 def _decay(optimizer: Mapping[str, Any], model: Mapping[str, Any]) -> str:
-    """Which parameters decay: as asked for, or as is usual with the model. Without weight decay it
-    is one run, whatever the answer."""
+    """Which parameters decay: the setting, or what is usual for the model. Without weight decay the
+    answer is always the same, so that the runs are one."""
     if optimizer["weight_decay"] == 0:
         return "all"
     kind = Model if "_target_" in model else options.kind("model", model["name"])
@@ -122,7 +122,7 @@ def _decay(optimizer: Mapping[str, Any], model: Mapping[str, Any]) -> str:
 
 
 def _wrong_group(group: str, content: dict[str, Any], keys: Iterable[str]) -> dict[str, str]:
-    """What a group should not have, lacks, or is: each problem with the key that is wrong."""
+    """The problems of a group, such as unknown or missing keys, each with the key that is wrong."""
     if "_target_" in content and group in ("dataset", "model", "recipe"):
         return _wrong_recipe(content) if group == "recipe" else _wrong_custom(group, content)
     if group in UNNAMED:
@@ -177,15 +177,3 @@ def _recipe_name(recipe: dict[str, Any]) -> str:
     if not target or not unnamed:
         return name
     return next((given for given, path in installed().items() if path == target), target)
-
-
-def flatten(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as dotted keys. The regular expressions of ``sparsity.overrides`` are
-    none.
-    """
-    flat: dict[str, Any] = {}
-    for key, value in plain.items():
-        nested = isinstance(value, dict) and key != "overrides"
-        below = flatten(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-        flat.update(below)
-    return flat

@@ -1,11 +1,11 @@
-"""The source of the user's own classes and functions, by which two versions of one are told apart.
+"""The source of the user's own classes and functions, which tells their versions apart.
 
 A recipe, data set or model of one's own is a dotted path, ``saliency.Saliency``. Its source is that
-class and whatever it names, in its file and in other files of the user's. Comments, docstrings and
-layout are no part of it; nor are calls that stand alone in a file. Packages in ``site-packages`` have
-versions instead. In a notebook the cells are the file.
+class and everything that it uses, in its file and in other files of the user's. Comments,
+docstrings and layout are no part of it; nor are calls that stand alone in a file. Packages in
+``site-packages`` have versions instead. In a notebook the cells are the file.
 
-A file counts as it was when the process imported it, or loaded it again, as far as that is known.
+A file counts with the text that the process imported or reloaded, as far as that is known.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _read: dict[str, tuple[object, list[ast.stmt]]] = {}  # by module, with the impo
 
 
 def targets(plain: Mapping[str, Any]) -> dict[str, str]:
-    """By group, the dotted path of what a config names outside of nmrun."""
+    """By group, the dotted path of what a config uses from outside nmrun."""
     paths = {}
     for group in OWN:
         content = plain.get(group, {})
@@ -47,8 +47,8 @@ def targets(plain: Mapping[str, Any]) -> dict[str, str]:
 
 
 def recorded(config: Config, before: Mapping[str, Any] | None = None) -> Config:
-    """The config with a hash of the source of what is the user's own, as ``recipe._source_``. That
-    of a run that goes on from ``before`` has all that it was trained by, in turn: ``old+new``."""
+    """The config with a hash of the source of what is the user's own, as ``recipe._source_``. For a
+    run that goes on from ``before`` it lists all sources so far: ``old+new``."""
     groups, earlier = {}, targets(before or {})
     for group, path in targets(config.plain).items():
         text = source(path)
@@ -61,7 +61,7 @@ def recorded(config: Config, before: Mapping[str, Any] | None = None) -> Config:
 
 
 def changed(before: Mapping[str, Any], config: Config) -> dict[str, str]:
-    """By group, what has another source than in ``before``, the config of an earlier run."""
+    """By group, what has a different source in ``before``, the config of an earlier run."""
     earlier = targets(before)
     return {
         group: path
@@ -75,7 +75,7 @@ def _last(sources: str) -> str:
 
 
 def source(path: str) -> str:
-    """Ten hexadecimal digits; empty where there is no source of the user's."""
+    """A hash of ten hexadecimal digits; empty if nothing is the user's own."""
     module, _, name = path.rpartition(".")
     registry.see_current_folder()
     wanted, texts = [(module, name)], dict[Definition, str]()
@@ -112,7 +112,7 @@ def _defined(statement: ast.stmt) -> set[str]:
 
 
 def _used(statement: ast.stmt, module: str) -> Iterator[Definition]:
-    """What a statement names, in its module or in others."""
+    """The names that a statement uses, in its module or in others."""
     for node in ast.walk(statement):
         if isinstance(node, ast.Name):
             yield module, node.id
@@ -132,7 +132,7 @@ def _used(statement: ast.stmt, module: str) -> Iterator[Definition]:
 
 
 def _statements(module: str) -> list[ast.stmt]:
-    """Those of a module of the user's; none of any other."""
+    """The statements of a module of the user's; none for any other module."""
     main = vars(sys.modules["__main__"])
     if module == "__main__" and "In" in main:
         return _of_cells(main["In"])
@@ -159,7 +159,8 @@ def _parsed(module: str) -> list[ast.stmt]:
 
 
 def _spec(module: str) -> ModuleSpec | None:
-    """Where a module is; nothing is imported, as ``importlib.util.find_spec`` would a package."""
+    """The spec of a module, found without importing its package, as ``importlib.util.find_spec``
+    would."""
     above = module.rpartition(".")[0]
     if not above:
         with contextlib.suppress(ValueError):  # a module that was made by hand
@@ -176,7 +177,7 @@ def _file(spec: ModuleSpec | None) -> Path:
 
 
 def _of_cells(cells: list[str]) -> list[ast.stmt]:
-    """The statements of a notebook's cells that hold: each name's last."""
+    """The statements of a notebook's cells that are in effect: the last one for each name."""
     last: dict[str, ast.stmt] = {}
     for cell in cells:
         try:

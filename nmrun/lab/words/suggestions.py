@@ -1,4 +1,5 @@
-"""The line for a word, key or option that there is not: what was probably meant, by meaning first."""
+"""The line for an unknown word, key or option, with what was probably meant: by meaning first, then
+by spelling."""
 
 from __future__ import annotations
 
@@ -93,8 +94,8 @@ def no_verb(word: str, following: Sequence[str], verbs: Collection[str]) -> str:
 
 
 def written(word: str) -> str:
-    """How what a word without = stands for is written, such as ``write recipe=step`` of ``step``;
-    empty where nothing is known of it."""
+    """How to write a word without =, such as ``write recipe=step`` for ``step``; empty if nothing
+    like it is known."""
     if how := INSTEAD.get(word):
         return how
     if ":" in word and word.partition(":")[0] in options.GROUPS:
@@ -119,8 +120,8 @@ def written(word: str) -> str:
 
 
 def as_key(word: str) -> str:
-    """How a word such as ``max-steps=3`` is written, ``trainer.steps=3``, where one key is meant;
-    else an empty string."""
+    """The key that a word such as ``max-steps=3`` means, ``trainer.steps=3``; empty unless it can
+    be only one."""
     leaf, equals, value = word.partition("=")
     leaf, own = leaf.replace("-", "_"), options.keys("")
     meant = MEANT.get(leaf, leaf)
@@ -137,19 +138,19 @@ def as_key(word: str) -> str:
 
 
 def line(key: str, keys: Iterable[str]) -> str:
-    """The line for an unknown key, beside the keys and groups that there are."""
+    """The line for an unknown key; ``keys`` are those that exist."""
     keys = set(keys)
     if key.startswith(f"{RATIOS}."):
         layer = key.removeprefix(f"{RATIOS}.")
         return f"{key}: no such key; ratios by layer are one value: '{RATIOS}={{{layer}: 1:8}}'"
     group, _, leaf = key.rpartition(".")
-    beside = {name for name in keys if name.rpartition(".")[0] == group}
-    if not beside:  # there is no such group
-        group, beside = "", {name for name in keys if "." not in name}
-    return no_key(key, beside, _hint(key, group, leaf, keys, beside))
+    siblings = {name for name in keys if name.rpartition(".")[0] == group}
+    if not siblings:  # there is no such group
+        group, siblings = "", {name for name in keys if "." not in name}
+    return no_key(key, siblings, _hint(key, group, leaf, keys, siblings))
 
 
-def _hint(key: str, group: str, leaf: str, keys: set[str], beside: set[str]) -> str:
+def _hint(key: str, group: str, leaf: str, keys: set[str], siblings: set[str]) -> str:
     if group and (having := owners(group, leaf)):
         return _belongs(leaf, group, having)
     if how := INSTEAD.get(f"{leaf.lower()}="):
@@ -167,7 +168,7 @@ def _hint(key: str, group: str, leaf: str, keys: set[str], beside: set[str]) -> 
     for other in () if group else options.NAMED:
         if having := owners(other, leaf):
             return _belongs(f"{other}.{leaf}" if meant else leaf, other, having)
-    near = near_key(key, {name for name in beside if not name.endswith(".name")})
+    near = near_key(key, {name for name in siblings if not name.endswith(".name")})
     if not near and not group:
         near = near_key(key, keys)
     return near
@@ -187,7 +188,7 @@ def _belongs(what: str, group: str, having: list[str]) -> str:
 
 
 def option(group: str, name: str, names: Collection[str]) -> str:
-    """The line for an option that a group does not have, beside those that there are."""
+    """The line for an option that a group does not have."""
     if name.startswith("["):
         listed_values = name.strip("[]").replace("'", "").replace('"', "").replace(" ", "")
         return f"{group}={name}: several are written without brackets: {group}={listed_values}"

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError
-from nmrun.lab import verbs
+from nmrun.lab import consent
+from nmrun.lab.keys.config import flatten
 from nmrun.lab.runs.run_folder import FINAL, RunFolder
 from nmrun.lab.verbs import Parser
 from nmrun.patterns import Pattern
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         help="what the budget counts: weights (those kept; default), flops (of their products), or time (of the three products of a "
         "training step, measured on this machine at the run's batch)",
     )
-    verbs.consent_option(parser)
+    consent.consent_option(parser)
     options = parser.parse_args(argv)
     if options.m < 2 or options.m & (options.m - 1):
         raise ConfigError(f"--m {options.m}: a power of two, 2 or more, since N is halved")
@@ -60,7 +61,9 @@ def main(argv: Sequence[str]) -> int:
     run = RunFolder(options.run)
     if why := run.unfinished():
         raise ConfigError(f"{options.run}: {why}")
-    verbs.demand_consent(options.run, run.result["config"], options.yes, ("recipe", *verbs.BUILT))
+    consent.demand_consent(
+        options.run, run.result["config"], options.yes, ("recipe", *consent.BUILT)
+    )
     try:
         lines = _proposal_lines(run, options.budget, options.m, options.cost)
     except ValueError as error:
@@ -87,7 +90,7 @@ def _proposal_lines(run: RunFolder, budget: float, m: int, cost: str) -> list[st
         "include": config.model.include,
         "exclude": config.model.exclude,
     }
-    config_dir = _config_dir(run) if verbs.code_of(config.plain) else None
+    config_dir = _config_dir(run) if consent.code_of(config.plain) else None
     words = _settings(config, config_dir)
     costs: Costs | None = None  # None: weights
     timed: LayerTimes | None = None
@@ -158,21 +161,21 @@ def _composed(words: Sequence[str], config_dir: str | None) -> Config:
 def _settings(config: Config, config_dir: str | None) -> list[str]:
     """The overrides that give a new run this one's data, model, optimizer, schedule, trainer and
     seed, and its recipe; in the place of the dense one STEP, or SR-STE for want of Adam."""
-    from nmrun.lab.words import command_line, schema
+    from nmrun.lab.words import command_line
 
     plain = dict(config.plain)
     if plain["recipe"]["name"] == "dense":
         adam = plain["optimizer"]["name"] in ("adam", "adamw")
         plain["recipe"] = {"name": "step" if adam else "sr_ste"}
     words = [f"{group}={plain[group]['name']}" for group in GROUPS]
-    if own := verbs.code_of(plain, ["recipe"]):
+    if own := consent.code_of(plain, ["recipe"]):
         words[GROUPS.index("recipe")] = f"recipe._target_={own[0]}"
     default = _composed(words, config_dir)
     for group in (*GROUPS, "trainer"):
-        before = schema.flatten(default.plain[group])
+        before = flatten(default.plain[group])
         words += [
             command_line.word(f"{group}.{k}", v)
-            for k, v in schema.flatten(plain[group]).items()
+            for k, v in flatten(plain[group]).items()
             if v != before.get(k)
         ]
     return [*words, f"seed={config.seed}"]

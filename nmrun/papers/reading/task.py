@@ -19,7 +19,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab import ranks
 from nmrun.lab.keys.datasets import Encoding
 from nmrun.lab.models.texts import Headed, embedded
-from nmrun.lab.tasks.base import Batch, InMemory, Tally, limited, sent, turns, watched
+from nmrun.lab.tasks.base import Batch, InMemory, Tally, batches_of_rank, limited, sent, watched
 from nmrun.lab.tasks.text.classification import PretrainedTokenizer, Tokenizer, Words, tokenizer
 from nmrun.papers.reading.keys import Windowed
 
@@ -152,7 +152,7 @@ class Reading(InMemory):
             order[start : start + EVALUATED_AT_ONCE]
             for start in range(0, len(order), EVALUATED_AT_ONCE)
         ]
-        for number, counts in watched(turns(len(pieces), rank, world)):
+        for number, counts in watched(batches_of_rank(len(pieces), rank, world)):
             yield pieces[number], self._batch(split, pieces[number]), counts
 
     def _permutation(self, epoch: int) -> list[int]:

@@ -39,11 +39,6 @@ class CopyReverse(Translated, Seeded, Dataset):
     data: ClassVar[str] = PAIRS
     builder: ClassVar[str] = "nmrun.papers.translation.data.copy_reverse"
 
-    version: Annotated[
-        int,
-        whole(2, 2),
-        "version of the generated sentences; those of version 1 were in several splits at once",
-    ] = 2
     split_seed: Annotated[int, "which sentences are generated; not changed by the run's seed"] = 0
     size: Annotated[int, whole(1), "training sentences"] = 8000
     val_size: Annotated[int, whole(1), "validation sentences"] = 200

@@ -26,7 +26,7 @@ from nmrun.papers.translation.fairseq import fairseq
 Files = dict[str, tuple[Path, Path]]
 
 
-def beside(prefix: Path, language: str) -> Path:
+def text_file(prefix: Path, language: str) -> Path:
     """``<prefix>.<language>``, or that with ``.gz``. Raises ConfigError if there is neither."""
     for name in (f"{prefix}.{language}", f"{prefix}.{language}.gz"):
         if Path(name).is_file():
@@ -41,7 +41,7 @@ def multi30k_files(languages: tuple[str, str], test: str) -> Files:
     folder: Path = data_folder() / "multi30k"
     try:
         return {
-            split: (beside(folder / name, languages[0]), beside(folder / name, languages[1]))
+            split: (text_file(folder / name, languages[0]), text_file(folder / name, languages[1]))
             for split, name in {"train": "train", "valid": "val", "test": test}.items()
         }
     except ConfigError as error:
@@ -259,7 +259,7 @@ def main(argv: list[str]) -> int:
         texts = multi30k_files(languages, "test_2016_flickr")
     else:
         texts = {
-            split: (beside(prefix, options.source), beside(prefix, options.target))
+            split: (text_file(prefix, options.source), text_file(prefix, options.target))
             for split, prefix in prefixes.items()
         }
     summary = prepare(

@@ -15,7 +15,16 @@ from torch.nn import functional
 
 from nmrun.errors import ConfigError
 from nmrun.lab import ranks
-from nmrun.lab.tasks.base import Batch, Categorical, Tally, limited, picked, sent, turns, watched
+from nmrun.lab.tasks.base import (
+    Batch,
+    Categorical,
+    Tally,
+    batches_of_rank,
+    limited,
+    picked,
+    sent,
+    watched,
+)
 from nmrun.papers.translation.fairseq import fairseq
 from nmrun.papers.translation.keys import Translated
 from nmrun.papers.translation.sentences import (
@@ -189,7 +198,7 @@ class Translation(Categorical):
     def _evaluation(self, split: str, rank: int, world: int) -> Iterator[tuple[Rows, Batch, bool]]:
         """A rank's batches of a split: rows, what they hold, and whether they count."""
         rows, cuts = bucketed(self.splits[split], self.max_tokens)
-        for number, counts in watched(turns(len(cuts) - 1, rank, world)):
+        for number, counts in watched(batches_of_rank(len(cuts) - 1, rank, world)):
             batch_rows = rows[cuts[number] : cuts[number + 1]]
             yield batch_rows, self._batch(split, batch_rows), counts
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import result_of
+from runs import config, result_of
 from safetensors.torch import save_file
 from verbs import verb
 
@@ -151,10 +151,11 @@ def test_a_model_of_its_own_needs_consent(words, target, folder, capsys):
     assert not Path("imported").exists()
 
 
-def test_consent_imports(folder, capsys):
+def test_consent_imports(folder, tmp_path, capsys):
     layers = {"pattern": "2:4", "layers": [{"name": "w"}]}
     data = {"name": "own", "_target_": "brought.build"}
-    seal(folder, "nmrun", config={"dataset": data}, sparsity=layers)
+    whole = config(tmp_path).plain
+    seal(folder, "nmrun", config={**whole, "dataset": data}, sparsity=layers)
     line = ("export", str(folder), "--out", "new", "--format", "onnx")
     assert verb(*line) == 2
     assert not Path("imported").exists()

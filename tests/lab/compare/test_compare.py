@@ -10,7 +10,7 @@ import pytest
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare.comparison import Query, compare, divide
-from nmrun.lab.compare.runs import read
+from nmrun.lab.compare.runs import read_runs
 from nmrun.lab.show.formats import render
 
 STE, DENSE = [0.90, 0.92, 0.94], [0.95, 0.96, 1.00]
@@ -27,7 +27,7 @@ def outputs(write: Any, tmp_path: Path) -> str:
 
 
 def test_a_comparison_holds_cells_and_differences(outputs):
-    runs = read([outputs])
+    runs = read_runs([outputs])
     before = runs.copy(deep=True)
     query = replace(QUERY, filter=("optimizer.lr=0.001",))
     (table,) = compare(runs, query).tables
@@ -46,11 +46,11 @@ def test_a_comparison_holds_cells_and_differences(outputs):
 def test_it_is_rendered_as_the_command_prints_it(style, outputs, table):
     query = replace(QUERY, filter=("optimizer.lr=0.001",))
     words = ("--baseline", "dense", "--filter", "optimizer.lr=0.001", "--format", style)
-    assert render(compare(read([outputs]), query), style) == table(*words)[1]
+    assert render(compare(read_runs([outputs]), query), style) == table(*words)[1]
 
 
 def test_what_would_be_averaged_over_is_divided(outputs):
-    runs = read([outputs])
+    runs = read_runs([outputs])
     with pytest.raises(ConfigError, match=r"differ in optimizer\.lr"):
         compare(runs, Query())
     parts = {part.settings["optimizer.lr"]: part.table for part in divide(runs, Query())}

@@ -645,12 +645,12 @@ def test_plots_of_two_models_go_below_the_path(write, tmp_path, capsys):
             [
                 "test/acuracy",
                 "did you mean test/accuracy?",
-                "best/test/accuracy, seconds, test/accuracy",
+                "best/test/accuracy, seconds",
             ],
         ),
-        (["--rows", "recipe,optimizer.lrr"], ["'optimizer.lrr'", "did you mean optimizer.lr?"]),
-        (["--rows", "lr"], ["'lr'", "did you mean optimizer.lr?"]),
-        (["--cols", "sparsty"], ["did you mean sparsity?", "recipe, "]),
+        (["--rows", "recipe,optimizer.lrr"], ["optimizer.lrr", "did you mean optimizer.lr?"]),
+        (["--rows", "lr"], ["lr", "did you mean optimizer.lr?"]),
+        (["--cols", "sparsty"], ["did you mean sparsity?"]),
         (["--filter", "sed=0"], ["did you mean seed?"]),
         (
             ["--format", "markdwon"],

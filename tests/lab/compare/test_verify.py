@@ -102,10 +102,10 @@ def test_a_result_that_lost_its_hashes_never_counts(keys, sealed, table, tmp_pat
         ("table", str(tmp_path), "--verify"): 1,
         ("rerun", str(folder), "--yes"): 1,
         ("compare", str(folder), str(folder)): 1,
-        ("export", str(folder), "--to", str(tmp_path / "to")): 1,
+        ("export", str(folder), "--out", str(tmp_path / "to")): 1,
         ("", f"init={folder}", "debug=fast", f"output_dir={tmp_path / 'to'}"): 2,
         ("status", str(tmp_path)): 0,
-        ("report", str(tmp_path), "--to", str(tmp_path / "report.html")): 0,
+        ("report", str(tmp_path), "--out", str(tmp_path / "report.html")): 0,
     }
     for words, expected in looks.items():
         status = verb(*filter(None, words))

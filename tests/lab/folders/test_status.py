@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from runs import at_work, result_of, write_result
+from runs import at_work, result_of, rewrite, write_result
 from terminal import Terminal
 from verbs import python
 
@@ -105,7 +105,7 @@ def test_every_state(place, capsys):
         "  nmrun recipe=ste seed=2",
         f"killed, step 20: {here}/s4-e",
         "  nmrun recipe=ste 'sparsity.overrides={inner.1: 1:8}'",
-        f"to delete what failed: rm -r outputs/{here}/s2-c",
+        f"to delete what failed: rm -r {here}/s2-c",
     ]
     assert (
         output(capsys).splitlines()[0]
@@ -206,8 +206,7 @@ def test_runs_of_two_data_sets_are_a_line_each_of_eighty_columns(place, capsys):
     config = yaml.safe_load((folder / "config.yaml").read_text())
     config |= {"dataset": {"name": "shakespeare", "stride": 7}, "model": {"name": "gpt_tiny"}}
     config |= {"track": {"name": "wandb", "tags": ["a"]}, "seed": 12}
-    result = json.loads((folder / "result.json").read_text())
-    (folder / "result.json").write_text(json.dumps({**result, "config": config}))
+    rewrite(folder, config=config)
     lines = output(capsys).splitlines()
     assert max(map(len, lines)) <= 80
     assert not {"stride", "tags", "track"} & set(re.split(r"[ .]+", " ".join(lines)))

@@ -20,7 +20,7 @@ import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab import models, tasks
 from nmrun.lab.export import finished_run
-from nmrun.lab.pruning.config import read
+from nmrun.lab.pruning.config import read_config
 from nmrun.lab.pruning.prune import calibration
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.train import runner
@@ -62,7 +62,7 @@ def prune(*words: str, capsys) -> tuple[dict, str]:
 @pytest.mark.slow
 def test_a_run_is_pruned_as_the_library_prunes(dense, capsys):
     result, printed = prune(dense, "method=wanda", "sparsity=1:4", "samples=10", capsys=capsys)
-    before, config = runs.result_of(dense), read([str(dense)])
+    before, config = runs.result_of(dense), read_config([str(dense)])
     assert result["config"]["recipe"] == {"name": "wanda", "samples": 10, "permute": False}
     assert "/stdlib_text/gpt_tiny/wanda/1of4/s0-" in result["folder"]
     run = finished_run.load(Path(result["folder"]))  # all files are sealed, all layers 1:4
@@ -165,14 +165,14 @@ def test_other_verbs_take_the_folder(dense, tmp_path, capsys):
 
 
 def test_nothing_is_tracked_and_saying_so_changes_nothing(dense):
-    usual = read([str(dense), "seed=1"])
-    local = read([str(dense), "seed=1", "track=local"])
+    usual = read_config([str(dense), "seed=1"])
+    local = read_config([str(dense), "seed=1", "track=local"])
     assert local.plain == usual.plain
     assert local.plain["track"] == {"name": "local", "tags": [], "also": []}
     composed = ("dataset=stdlib_text", "model=gpt_tiny", f"init={dense}", "dataset.context=16")
     width = ("model.width=16", "model.heads=2")
-    assert read([*composed, *width]).plain["track"] == local.plain["track"]
-    assert read([*composed, *width, "track=local"]).plain["track"] == local.plain["track"]
+    assert read_config([*composed, *width]).plain["track"] == local.plain["track"]
+    assert read_config([*composed, *width, "track=local"]).plain["track"] == local.plain["track"]
 
 
 @pytest.mark.slow
@@ -283,7 +283,7 @@ def test_a_pretrained_network(tmp_path, capsys):
 
 
 def test_calibration_is_cut_to_the_samples(dense):
-    task = tasks.build(read([str(dense)]), torch.device("cpu"))
+    task = tasks.build(read_config([str(dense)]), torch.device("cpu"))
     sizes = [len(batch[0]) for batch in calibration(task, 10, 2)]
     assert sizes == [2, 2, 2, 2, 2]
     assert [len(batch[0]) for batch in calibration(task, 7, 1)] == [4, 3]
@@ -340,11 +340,11 @@ def test_without_trained_weights_nothing_is_pruned(dense, tmp_path, capsys, monk
 
 def test_init_takes_a_finished_run_of_the_same_network(dense, tmp_path, capsys):
     words = [word for word in LANGUAGE if not word.startswith("model.width")]
-    config = runs.config(tmp_path, *words, "recipe=dense", f"init={dense}")
+    config = runs.config(tmp_path / "out", *words, "recipe=dense", f"init={dense}")
     with pytest.raises(
         ConfigError, match=r"init=.* is another network than this run's: .* there and .* here"
     ):
-        runner.run(config, tmp_path / "run")
+        runner.run(config, tmp_path / "out" / "run")
     assert verb("recipe=dense", f"init={tmp_path}", f"output_dir={tmp_path}") == 2
     assert capsys.readouterr().err.startswith(f"nmrun: init={tmp_path}: no finished run is there")
 
@@ -352,5 +352,5 @@ def test_init_takes_a_finished_run_of_the_same_network(dense, tmp_path, capsys):
 def test_a_run_from_elsewhere_does_not_say_where_it_is_pruned_to(dense, tmp_path):
     before = runs.result_of(dense)["config"]["output_dir"]
     assert before == str(dense.parent)
-    assert read([str(dense)]).output_dir == "outputs"
-    assert read([str(dense), f"output_dir={tmp_path}"]).output_dir == str(tmp_path)
+    assert read_config([str(dense)]).output_dir == "outputs"
+    assert read_config([str(dense), f"output_dir={tmp_path}"]).output_dir == str(tmp_path)

@@ -230,7 +230,7 @@ def test_one_line_for_a_mistake_and_no_half_a_page(write, tmp_path, capsys):
 
     write("step", "2:4", 0, 0.98)
     outputs = str(tmp_path / "outputs")
-    assert "no metric 'test/acuracy'" in message(outputs, "--metric", "test/acuracy")
+    assert "test/acuracy: no such metric" in message(outputs, "--metric", "test/acuracy")
     target = tmp_path / "no" / "report.html"
     assert "No such file or directory" in message(outputs)
     target = tmp_path / "taken"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nmrun.lab import verbs
+from nmrun.lab import output
 from nmrun.lab.folders import sweep
 from nmrun.lab.sweeps import workers
 from nmrun.lab.sweeps.workers import JobLines
@@ -99,7 +99,7 @@ def test_a_reader_who_leaves_ends_the_sweep(folder, monkeypatch):
     left: list[bool] = []
     with os.fdopen(writing, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
-        with verbs.ends_quietly(), JobLines(folder, lambda: left.append(True)):
+        with output.ends_quietly(), JobLines(folder, lambda: left.append(True)):
             pass
     assert left == [True]
 
@@ -107,7 +107,7 @@ def test_a_reader_who_leaves_ends_the_sweep(folder, monkeypatch):
 def test_what_a_job_says_goes_to_its_log(tmp_path, capfd):
     """Also what is written past Python's streams."""
     log = sweep.log_of(tmp_path, 3)
-    with verbs.logged(log):
+    with output.logged(log):
         assert not sys.stdout.isatty()
         print("one")
         os.write(1, b"two\n")
@@ -116,6 +116,6 @@ def test_what_a_job_says_goes_to_its_log(tmp_path, capfd):
     print("five")
     assert log.read_text() == "one\ntwo\nthree\nfour\n"
     assert capfd.readouterr() == ("five\n", "")
-    with verbs.logged(tmp_path / "nowhere" / "log"):
+    with output.logged(tmp_path / "nowhere" / "log"):
         print("six")
     assert capfd.readouterr() == ("", "")

@@ -27,7 +27,7 @@ from hydra.plugins.sweeper import Sweeper
 from runs import result_of
 
 from nmrun.errors import ConfigError
-from nmrun.lab import cli, verbs
+from nmrun.lab import cli, output
 from nmrun.lab.folders import sweep
 from nmrun.lab.runs import locks
 from nmrun.lab.sweeps import jobs
@@ -160,7 +160,7 @@ def test_a_head_of_anybodys(odd, tmp_path):
     ],
 )
 def test_times_in_words(seconds, text):
-    assert sweep.span(seconds) == text
+    assert output.span(seconds) == text
 
 
 @pytest.mark.slow
@@ -415,7 +415,7 @@ def test_a_stream_of_somebody_else_s_need_not_count(monkeypatch):
     """Ray's, in its workers, returns None."""
     written: list[str] = []
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append, flush=lambda: None))
-    with verbs.ends_quietly():
+    with output.ends_quietly():
         assert sys.stdout.write("four") == 4
     assert written == ["four"]
 

@@ -19,7 +19,6 @@ from nmrun.lab import tasks
 from nmrun.lab.keys import options
 from nmrun.lab.tasks.text import files, labelled
 from nmrun.lab.tasks.vision import images
-from nmrun.lab.words.identity import identity
 from nmrun.papers.reading.data import generated as generated_questions
 from nmrun.papers.reading.data import load_squad
 from nmrun.papers.reading.task import Question
@@ -126,7 +125,7 @@ def all_modules(*_: Any) -> Splits:
 def some_sentences(**sizes: int) -> dict[str, list[tuple[list[int], list[int]]]]:
     keys = {"size": 8000, "val_size": 200, "test_size": 200, "words": 16, "longest": 6} | sizes
     dataset = CopyReverse(
-        name="copy_reverse", split_seed=0, version=2, max_tokens=512, beam=5, length_penalty=1.0, **keys
+        name="copy_reverse", split_seed=0, max_tokens=512, beam=5, length_penalty=1.0, **keys
     )  # fmt: skip
     words = [*ORDERS, *(f"w{number}" for number in range(dataset.words))]
     return generated_sentences(dataset, Symbols(words))
@@ -196,14 +195,3 @@ def test_more_sentences_than_there_are():
     )
     with pytest.raises(ConfigError, match="there are 24 different ones"):
         some_sentences(size=21, val_size=2, test_size=2, words=2, longest=3)
-
-
-def test_runs_of_the_leaking_sentences_are_other_runs(tmp_path):
-    """Their configs had no version: neither the id nor the table takes them for the same."""
-    cfg = config(tmp_path, "dataset=copy_reverse", "model=fairseq_transformer")
-    assert cfg.plain["dataset"]["version"] == 2
-    old = {key: value for key, value in cfg.plain["dataset"].items() if key != "version"}
-    former = type(cfg)({**cfg.plain, "dataset": old}, cfg.pattern)
-    assert identity(former) != identity(cfg)
-    with pytest.raises(ConfigError, match=r"dataset\.version=1"):
-        config(tmp_path, "dataset=copy_reverse", "dataset.version=1", "model=fairseq_transformer")

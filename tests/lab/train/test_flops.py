@@ -566,7 +566,7 @@ def test_the_trial_for_a_budget_leaves_no_trace(tmp_path):
 def test_schedule_and_phases_follow_the_budget(tmp_path):
     cfg = config(tmp_path, "recipe=asp", "trainer.budget=flops:dense", "schedule=linear")
     loop = Loop(cfg, build.build(cfg), Console(None), "0123456789")
-    assert loop.steps.total_steps > 12
-    assert loop.handle.recipe.dense_steps == round(loop.steps.total_steps / 2)
-    assert loop.steps.lr_factor(loop.steps.total_steps) == 0.0
-    assert loop.epochs == -(-loop.steps.total_steps // 3)
+    assert loop.parts.total_steps > 12
+    assert loop.handle.recipe.dense_steps == round(loop.parts.total_steps / 2)
+    assert loop.steps.lr_factor(loop.parts.total_steps) == 0.0
+    assert loop.epochs == -(-loop.parts.total_steps // 3)

@@ -277,12 +277,12 @@ def test_gradients_in_the_memory_of_a_cuda_graph_are_added_up(tmp_path):
         cfg = with_trainer(config(tmp_path, "recipe=sr_ste"), batch_size=30, accumulate=3)
         loop = steps.TrainingSteps(cfg, build.build(cfg))
         loop.in_graphs = in_graphs
-        for parameter in loop.model.parameters() if in_graphs else ():
+        for parameter in loop.parts.model.parameters() if in_graphs else ():
             memory = torch.empty_like(parameter)
             parameter.register_hook(lambda grad, memory=memory: memory.copy_(grad).view_as(grad))
         for index in range(2):
             loop.train_step(0, index, measure_flips=False)
-        results.append([parameter.detach().clone() for parameter in loop.model.parameters()])
+        results.append([parameter.detach().clone() for parameter in loop.parts.model.parameters()])
     assert all(map(torch.equal, *results))
 
 
@@ -349,7 +349,7 @@ def test_a_length_in_steps(length, tmp_path):
     )
     assert loop.handle.recipe.total_steps == length
     # in images of 32 a batch, each of which costs the same densely
-    assert loop.steps.flops["training_dense"] == length * round(32 * loop.steps.cost.dense)
+    assert loop.steps.flops["training_dense"] == length * round(32 * loop.parts.cost.dense)
 
 
 def test_a_length_in_steps_and_a_budget(tmp_path):
@@ -492,7 +492,7 @@ def test_losses_read_late_still_tell_the_step(tmp_path):
     """On a GPU losses are looked at only when a row is due."""
     cfg = config(tmp_path)
     loop = Loop(cfg, build.build(cfg), Console(None), "0123456789")
-    loop.steps.logged_step, loop.steps.step = 4, 8
+    loop.steps.step = 8  # the last row was that of step 4
     loop.steps.losses = [torch.tensor(x) for x in (1.0, 0.9, math.nan, math.nan)]
     with pytest.raises(RunError, match=r"^step 7: the loss is nan"):
         loop.steps.check_losses()

@@ -49,10 +49,10 @@ def test_auto_is_bf16_for_large_networks_on_processors_that_multiply_it(
 
 def losses(cfg: Any, steps: int = 3) -> tuple[str, list[float]]:
     loop = TrainingSteps(cfg, build.build(cfg))
-    loop.model.train()
+    loop.parts.model.train()
     for step in range(steps):
         loop.train_step(0, step, measure_flips=False)
-    return loop.precision, [float(loss) for loss in loop.losses]
+    return loop.parts.precision, [float(loss) for loss in loop.losses]
 
 
 def test_a_small_network_has_the_same_bits(tmp_path, monkeypatch):

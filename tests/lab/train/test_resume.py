@@ -335,7 +335,8 @@ def test_a_damaged_row_is_lost_aloud_and_blocks_nothing(damage, message, tmp_pat
     assert messages == ([message] if message else [])
     alone = left_alone(tmp_path, "ste")
     sentences = [event["sentence"] for event in result["events"]]
-    assert sentences == [*messages, *(event["sentence"] for event in alone.events)]
+    told = [f"step 6: {text}" for text in messages]
+    assert sentences == [*told, *(event["sentence"] for event in alone.events)]
     logged = rows(run_folder(cfg))
     assert len(logged) == len(alone.rows) - ("lost" in message)
     assert result["metrics"] == alone.metrics

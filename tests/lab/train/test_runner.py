@@ -93,7 +93,9 @@ def test_the_folder_of_a_finished_run(recipe, tmp_path, capsys):
         assert not zeros.signbit().any()
     assert all(
         reason in output
-        for reason in (() if recipe == "dense" else ("excluded", "2 x inner.*.weight"))
+        for reason in (
+            () if recipe == "dense" else ("first layer (exclude=auto)", "2 x inner.*.weight")
+        )
     )
     assert str(folder) in output
     assert (folder / "run.log").read_text() == f"{title(cfg)}\n{output}"
@@ -146,8 +148,8 @@ def test_in_a_sweep_the_screen_has_less_and_the_log_all(tmp_path, capsys):
     cfg = config(tmp_path, "recipe=ste")
     run(cfg, "some-sweep")
     output, log = capsys.readouterr().out, (run_folder(cfg) / "run.log").read_text()
-    assert "excluded" not in output
-    assert "excluded" in log
+    assert "exclude=auto" not in output
+    assert "exclude=auto" in log
     assert set(output.splitlines()) < set(log.splitlines())
 
 
@@ -201,7 +203,7 @@ def test_a_weight_that_is_not_finite_is_never_saved(tmp_path, monkeypatch):
     def last(loop, *args, **kwargs):
         original(loop, *args, **kwargs)
         if loop.step == 12:
-            dict(loop.model.named_parameters())["head.bias"].data[3] = math.inf
+            dict(loop.parts.model.named_parameters())["head.bias"].data[3] = math.inf
 
     monkeypatch.setattr(TrainingSteps, "train_step", last)
     monkeypatch.setattr(Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": 0.5})

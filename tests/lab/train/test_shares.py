@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.lab import ranks, tasks
-from nmrun.lab.tasks.base import Categorical, Task, adopted, turns
+from nmrun.lab.tasks.base import Categorical, Task, batches_of_rank, own_task
 from nmrun.lab.tasks.vision import Classification, augmentation
 from nmrun.lab.tasks.vision.augmentation import Augment
 from nmrun.lab.tasks.vision.stream import ImageFiles, ImageStream
@@ -223,7 +223,7 @@ def test_each_micro_batch_is_one_ranks(count, parts, monkeypatch):
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8])
 def test_ranks_take_turns_and_pass_as_often(count):
     for world in (1, 2, 3, 8, 10):
-        shares = [turns(count, rank, world) for rank in range(world)]
+        shares = [batches_of_rank(count, rank, world) for rank in range(world)]
         assert {len(mine) for mine in shares} == {-(-count // world)}
         assert sorted(number for mine in shares for number, counts in mine if counts) == list(
             range(count)
@@ -350,7 +350,7 @@ def test_a_task_that_knows_no_ranks_is_evaluated_on_each(outcomes):
 
 
 def test_an_own_tasks_micro_batches_are_cut_from_the_whole():
-    task = adopted(two_evaluate.Plain())
+    task = own_task(two_evaluate.Plain())
     whole = task.micro_batches(0, 1, 4)
     assert task.sizes(0, 1, 4) == [3, 3, 3, 1]
     (third,) = task.micro_batches(0, 1, 4, range(2, 3))
@@ -366,7 +366,7 @@ def test_what_an_own_task_has_is_not_lost():
         def close(self):
             self.closed = True
 
-    task = adopted(Known())
+    task = own_task(Known())
     assert task.sizes(0, 0, 4) == [10]
     task.notes = {"accuracy": "of a kind"}  # as it may find in an evaluation
     task.close()
@@ -382,7 +382,7 @@ def test_an_own_task_with_classes_can_still_be_taught():
 
     task = pictures()
     task.__class__ = Whole
-    whole, own = task.micro_batches(0, 0, 3), adopted(task)
+    whole, own = task.micro_batches(0, 0, 3), own_task(task)
     assert isinstance(own, Categorical)  # what distillation asks for
     (second,) = own.micro_batches(0, 0, 3, range(1, 2))
     assert all(torch.equal(a, b) for a, b in zip(second, whole[1], strict=True))

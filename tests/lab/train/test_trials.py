@@ -39,7 +39,7 @@ class Clock:
             self.trained = 0
 
         def train_step(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
-            dense = loop.handle.phase == "dense"
+            dense = loop.parts.handle.phase == "dense"
             step(loop, *args, **kwargs)
             self.now += FIRST if self.trained == 0 else DENSE if dense else SPARSE
             self.trained += 1

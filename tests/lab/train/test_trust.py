@@ -115,7 +115,7 @@ def test_another_runs_files_in_this_folder(of, run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("change", [{"hidden": [2**47, 16]}, {"name": "os.system"}])
-@pytest.mark.parametrize("words", ["export RUN --to TO --format onnx", "prune RUN output_dir=TO"])
+@pytest.mark.parametrize("words", ["export RUN --out TO --format onnx", "prune RUN output_dir=TO"])
 def test_a_network_that_cannot_be_built_is_one_line(change, words, run, tmp_path, capsys):
     config = result_of(run)["config"]
     rewrite(run, config=config | {"model": config["model"] | change})

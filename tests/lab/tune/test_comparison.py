@@ -20,6 +20,7 @@ from runs import TINY, result_of, rewrite
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.api.reports import table
 from nmrun.lab.compare.runs import collect
+from nmrun.lab.keys.config import flatten
 from nmrun.lab.runs import locks
 from nmrun.lab.sweeps import jobs
 from nmrun.lab.train import results
@@ -118,7 +119,7 @@ def test_every_cell_gets_the_same_trials_and_its_seeds_have_the_best(whole, monk
             result
             for result in files
             if result["config"]["seed"] == 1000
-            and all(schema.flatten(result["config"])[k] == v for k, v in best.params.items())
+            and all(flatten(result["config"])[k] == v for k, v in best.params.items())
         ]
         assert of_trial["metrics"]["final"]["eval/accuracy"] == best.value
     printed = whole[1]

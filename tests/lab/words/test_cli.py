@@ -23,7 +23,7 @@ from runs import result_of
 from verbs import python, verb
 
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab import cli, verbs
+from nmrun.lab import cli, output
 from nmrun.lab.sweeps import jobs
 from nmrun.lab.words import composition, hydra_internals
 
@@ -133,7 +133,7 @@ def test_the_dense_run_of_a_sweep_is_done_once(tmp_path, nmrun_cli):
         "-m", "recipe=dense", "sparsity=2:4,1:8,dense", "debug=fast", "output_dir=out"
     )
     assert process.returncode == 0, process.stderr
-    assert "sweep of 3: 1 finished, 2 skipped" in process.stdout
+    assert "sweep of 1: 1 finished" in process.stdout
     assert len(list(tmp_path.rglob("result.json"))) == 1
 
 
@@ -314,8 +314,8 @@ def test_what_takes_a_moment_is_told_until_the_next_line(monkeypatch):
     shown = []
     for stream in (Terminal(), io.StringIO()):
         monkeypatch.setattr(sys, "stdout", stream)
-        with verbs.ends_quietly():
-            verbs.waiting("loading torch")
+        with output.ends_quietly():
+            output.waiting("loading torch")
             shown.append(stream.getvalue())
             print("an epoch")
         shown.append(stream.getvalue())
@@ -325,10 +325,10 @@ def test_what_takes_a_moment_is_told_until_the_next_line(monkeypatch):
 
 def test_a_silence_ends_with_a_line_where_there_is_no_terminal(monkeypatch):
     times = [0.0]
-    monkeypatch.setattr(verbs, "time", SimpleNamespace(monotonic=lambda: times[-1]))
+    monkeypatch.setattr(output, "time", SimpleNamespace(monotonic=lambda: times[-1]))
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stdout", stream)
-    with verbs.ends_quietly():
+    with output.ends_quietly():
         for now, text in (
             (29.0, "layer 1"),
             (30.0, "layer 2"),
@@ -336,15 +336,15 @@ def test_a_silence_ends_with_a_line_where_there_is_no_terminal(monkeypatch):
             (60.0, "layer 4"),
         ):
             times.append(now)
-            verbs.waiting(text)
+            output.waiting(text)
     assert stream.getvalue() == "layer 2 ...\nlayer 4 ...\n"
 
 
 def test_nothing_stays_on_the_line_where_a_launcher_s_processes_write(monkeypatch):
     shown = terminal.Terminal(monkeypatch, 80)
     monkeypatch.setattr(sys, "stdout", shown)
-    with verbs.ends_quietly():
-        verbs.waiting("checking the settings")
+    with output.ends_quietly():
+        output.waiting("checking the settings")
         assert shown.lines() == ["checking the settings ..."]
         jobs.checked(["seed=0,1"], multirun=True)
         assert shown.lines() == [""]

@@ -19,6 +19,7 @@ from verbs import verb
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare.comparison import Query
+from nmrun.lab.keys.config import flatten
 from nmrun.lab.keys.recipe_facts import recipe_facts
 from nmrun.lab.runs.run_folder import weights_in
 from nmrun.lab.show import cli as report
@@ -278,7 +279,7 @@ PUBLISHED_SETTINGS = {
 @pytest.mark.parametrize(("name", "settings"), PUBLISHED_SETTINGS.items())
 def test_settings_at_paper_scale_are_those_of_the_authors_code(name, settings):
     for config in configs_of(name, "paper"):
-        flat = schema.flatten(config.plain)
+        flat = flatten(config.plain)
         assert {key: flat[key] for key in settings} == settings
 
 
@@ -312,7 +313,7 @@ def test_comparisons_differ_in_recipe_and_ratio_alone(name):
         for config in configs_of(name, scale):
             values = {
                 key: value
-                for key, value in schema.flatten(config.plain).items()
+                for key, value in flatten(config.plain).items()
                 if not key.startswith(("recipe.", "sparsity.", "seed"))
             }
             alike.setdefault(config.recipe.name, set()).add(json.dumps(values, sort_keys=True))

@@ -88,7 +88,8 @@ def test_the_name_of_an_option_alone_leads_to_it(option):
 def test_options_of_ones_own_are_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine_of_help.py").write_text(
-        'class Mine:\n    """Masks.\n\n    Args:\n        rate: of what\n    """\n\n    rate: float = 0.1\n'
+        "from dataclasses import dataclass\nfrom nmrun.recipes.base import Recipe\n@dataclass\nclass Mine(Recipe):\n"
+        '    """Masks.\n\n    Args:\n        rate: of what\n    """\n\n    rate: float = 0.1\n'
     )
     for name, text in {
         "recipe/mine": "_target_: mine_of_help.Mine\nrate: 0.3\nother: 1\n",

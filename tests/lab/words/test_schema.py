@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab.keys import options
+from nmrun.lab.keys.config import flatten
 from nmrun.lab.keys.datasets import Context, Digits, OwnDataset
 from nmrun.lab.keys.fields import fields
 from nmrun.lab.keys.groups import AdamKeys, Trainer
@@ -355,7 +356,7 @@ def test_equal_values_get_one_form():
     }
     config = schema.check(OmegaConf.create(changed("", **values)))
     assert {
-        key: repr(value) for key, value in schema.flatten(config.plain).items() if key in expected
+        key: repr(value) for key, value in flatten(config.plain).items() if key in expected
     } == {key: repr(value) for key, value in expected.items()}
     assert (str(config.pattern), config.is_dense, config.optimizer.lr, config.seed) == (
         "2:4",

@@ -29,7 +29,9 @@ KERNELS = CFunctions(
         *("nm_scratch", "nm_vectors", "nm_product", "nm_token", "nm_sampled"),
         *("nm_window", "nm_convolution", "nm_pack"),
     ),
-    ("-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"),
+    # For Zen 2 and 3 and Alder Lake GCC fuses no sums that wait for each other. Then a token's bits
+    # would depend on how many there are, since other loops are fused.
+    ("-ffp-contract=fast", "--param=avoid-fma-max-bits=0", "-fno-math-errno", "-Wno-psabi"),
     __package__,
     {
         "nm_product": "p" * 6 + "n" * 7 + "i",

@@ -224,7 +224,9 @@ def _has_the_librarys_bits(
     turned = weight.view(whole).t().contiguous().to(device).t().view(dtype)
     weight = weight.to(device)
     expected = torch._cslt_compress(weight)
-    sources = [weight, turned, *([weight.float(), turned.float()] if whole == torch.int16 else [])]
+    sources = [weight, turned]
+    if whole == torch.int16:
+        sources += [weight.float(), turned.float()]
     if expected.shape != blob_shape(rows, columns, dtype):
         return False
     alone, together, beside = ([torch.zeros_like(expected) for _ in sources] for _ in range(3))

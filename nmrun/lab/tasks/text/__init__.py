@@ -1,1 +1,1 @@
-"""Texts: running ones, whose next token a model learns, and those with labels."""
+"""Texts: running text for language models, and labelled texts."""

@@ -24,11 +24,11 @@ from nmrun.lab.tasks.base import (
     InMemory,
     Tally,
     as_logits,
+    batches_of_rank,
     epoch_order,
     limited,
     sent,
     thinned,
-    turns,
     watched,
 )
 from nmrun.lab.tasks.hugging_face import fetch
@@ -151,9 +151,7 @@ class TextClassification(InMemory, Categorical):
 
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
-        """What the model says of a split's texts, and of those beside it: rows, and (texts,
-        classes).
-        """
+        """The outputs for a split's texts and those evaluated with it: rows, and (texts, classes)."""
         outputs: Tally = {}
         for name in self._evaluated_with(split):
             rows, logits = [], []
@@ -180,7 +178,7 @@ class TextClassification(InMemory, Categorical):
         return metrics
 
     def _evaluated_with(self, split: str) -> list[str]:
-        """The splits that are evaluated along with this one, and this one."""
+        """This split and those that are evaluated with it."""
         return [name for name in self.splits if name == split or name.startswith(f"{split}_")]
 
     def _evaluation(
@@ -188,7 +186,7 @@ class TextClassification(InMemory, Categorical):
     ) -> Iterator[tuple[Tensor, Batch, bool]]:
         """A rank's batches of a split: rows, what they hold, and whether they count."""
         batches = self._by_length(split).split(EVALUATED_AT_ONCE)
-        for number, counts in watched(turns(len(batches), rank, world)):
+        for number, counts in watched(batches_of_rank(len(batches), rank, world)):
             yield batches[number], self._batch(split, batches[number]), counts
 
     def _by_length(self, split: str) -> Tensor:
@@ -265,9 +263,8 @@ Text = tuple[str, ...]  # one text, or two: a premise and a hypothesis, say
 
 
 class Tokenizer(Protocol):
-    """What makes token numbers of texts: of ``vocabulary`` tokens, at most ``max_length`` for a
-    text. The token ``padding`` fills up.
-    """
+    """Turns texts into token numbers below ``vocabulary``, at most ``max_length`` for each text.
+    The token ``padding`` fills up."""
 
     vocabulary: int
     padding: int

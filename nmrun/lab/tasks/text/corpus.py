@@ -1,4 +1,5 @@
-"""Texts into arrays of token numbers: by bytes, characters, words, or a tokenizer of Hugging Face."""
+"""Turns texts into arrays of token numbers: by bytes, characters, words, or a tokenizer of Hugging
+Face."""
 
 from __future__ import annotations
 

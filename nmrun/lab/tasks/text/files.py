@@ -111,7 +111,7 @@ def of_texts(
         arrays, size = corpus.encode(read(), tokenizer)
         return {**arrays, "vocabulary": np.array(size)}
 
-    if tokenizer in ("byte", "character"):  # faster than a look into the cache would be worth
+    if tokenizer in ("byte", "character"):  # too fast to be worth a look into the cache
         arrays = encoded()
     else:
         place = Path(tokenizer).expanduser()
@@ -173,7 +173,7 @@ def _rows(options: HubText, split: str) -> Any:
                 options.path, options.subset, split=split, data_files=options.files
             )
     except Exception as error:  # each format has errors of its own
-        cause = error.__cause__ or error  # datasets says that it failed, its cause how
+        cause = error.__cause__ or error  # the error says that datasets failed, its cause says why
         line = textwrap.shorten(str(cause) or type(cause).__name__, 300)
         raise ConfigError(
             f"dataset.path={options.path}: {split} cannot be loaded ({line})"

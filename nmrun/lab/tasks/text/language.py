@@ -20,10 +20,10 @@ from nmrun.lab.tasks.base import (
     Categorical,
     Tally,
     as_logits,
+    batches_of_rank,
     limited,
     picked,
     sent,
-    turns,
     watched,
 )
 
@@ -171,7 +171,9 @@ class LanguageModelling(Categorical):
         starts, at_once = np.arange(1 + whole) * stride, self.evaluated_at_once
         # of the first window all targets are new
         begun = 0 if stride == self.context else 1
-        batches = [(starts[:begun], self.context, self.context)] if begun else []
+        batches = []
+        if begun:
+            batches.append((starts[:begun], self.context, self.context))
         batches += [
             (starts[i : i + at_once], self.context, stride)
             for i in range(begun, len(starts), at_once)
@@ -179,7 +181,7 @@ class LanguageModelling(Categorical):
         if rest:
             first = (1 + whole) * stride
             batches.append((np.array([first]), predicted - first, rest))
-        for number, counts in watched(turns(len(batches), rank, world)):
+        for number, counts in watched(batches_of_rank(len(batches), rank, world)):
             places, length, tail = batches[number]
             tokens, following = self._batch(split, places, length)
             yield tokens, following, tail, counts
@@ -190,7 +192,7 @@ class LanguageModelling(Categorical):
     def _batch(self, split: str, starts: NDArray[Any], length: int) -> Batch:
         """(inputs, targets), both (windows, ``length``) int64, of windows from ``starts`` on."""
         windows = self.splits[split][starts[:, None] + np.arange(length + 1)].astype(np.int64)
-        # an embedding on a GPU would only say that an assertion failed
+        # on a GPU the embedding would only report a failed assertion
         if windows.max() >= self.vocabulary:
             raise RunError(
                 f"the {split} text has the token {windows.max()}, outside the vocabulary of {self.vocabulary}"

@@ -19,12 +19,12 @@ from nmrun.lab.tasks.base import (
     ItemBatches,
     Tally,
     as_logits,
+    batches_of_rank,
     epoch_order,
     generator,
     limited,
     sent,
     thinned,
-    turns,
     watched,
 )
 from nmrun.lab.tasks.vision.augmentation import Augment, Share
@@ -167,7 +167,7 @@ class Classification(ItemBatches, Categorical):
         """A rank's batches of a split: normalised images, labels, and whether they count."""
         images, labels = self.splits[split]
         at_once = max(1, min(1024, PIXELS_AT_ONCE // math.prod(images.shape[2:])))
-        for number, counts in watched(turns(-(-len(labels) // at_once), rank, world)):
+        for number, counts in watched(batches_of_rank(-(-len(labels) // at_once), rank, world)):
             rows = slice(number * at_once, (number + 1) * at_once)
             yield self.normalise(images[rows]), labels[rows], counts
 

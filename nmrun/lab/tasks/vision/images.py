@@ -116,7 +116,7 @@ def _download(name: str, missing: ConfigError) -> Path:
             socket.setdefaulttimeout(SECONDS_TO_ANSWER)
             _of_torchvision(name, Path(passing), train=True, download=True)
             place.parent.mkdir(exist_ok=True)
-            if not place.exists():  # another process may have been faster
+            if not place.exists():  # another process may have downloaded it first
                 os.rename(Path(passing) / place.name, place)
     except (OSError, RuntimeError) as error:
         raise ConfigError(

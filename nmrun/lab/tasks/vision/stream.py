@@ -1,6 +1,4 @@
-"""Classification of images that processes beside the training read from the disk as they are
-needed.
-"""
+"""Classification of images that worker processes read from the disk as they are needed."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from torch.utils.data import Dataset
 
 from nmrun.lab.keys.datasets import ImageNet
 from nmrun.lab.runs import documents
-from nmrun.lab.tasks.base import Batch, generator, limited, thinned, turns, watched
+from nmrun.lab.tasks.base import Batch, batches_of_rank, generator, limited, thinned, watched
 from nmrun.lab.tasks.items import ItemReader, Key
 from nmrun.lab.tasks.vision.augmentation import Augment, Share
 from nmrun.lab.tasks.vision.classification import Classification, Normalise, signature
@@ -102,7 +100,7 @@ class ImageStream(Classification):
         self, split: str, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, Tensor, bool]]:
         rows = self.splits[split][0].split(self.batch_size)
-        share = turns(len(rows), rank, world)
+        share = batches_of_rank(len(rows), rank, world)
         read = self.reader.evaluated([rows[number].tolist() for number, _ in share])
         for batch, (_, counts) in zip(read, watched(share), strict=True):
             images, labels = self._on_device(*batch)

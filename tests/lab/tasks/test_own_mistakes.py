@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab import models
-from nmrun.lab.tasks.base import adopted, as_logits
+from nmrun.lab.tasks.base import as_logits, own_task
 from nmrun.lab.tasks.vision import Classification
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity import nm_mask
@@ -72,13 +72,13 @@ class Own:
     "batch", [IMAGES, (IMAGES.numpy(), LABELS.numpy()), {"x": IMAGES}, (IMAGES, [0, 1])]
 )
 def test_a_batch_that_is_no_tuple_of_tensors(batch):
-    task = adopted(Own(batch))
+    task = own_task(Own(batch))
     with pytest.raises(ConfigError, match="tuple of tensors"):
         task.micro_batches(0, 0, 1)
 
 
 def test_a_batch_of_tensors_is_taken_as_it_is():
-    ((images, labels),) = adopted(Own((IMAGES, LABELS))).micro_batches(0, 0, 1)
+    ((images, labels),) = own_task(Own((IMAGES, LABELS))).micro_batches(0, 0, 1)
     assert images is IMAGES
     assert labels is LABELS
 
@@ -88,7 +88,7 @@ def test_a_task_without_a_metric():
         metric = property()
 
     with pytest.raises(ConfigError, match="metric"):
-        adopted(Without((IMAGES, LABELS)))
+        own_task(Without((IMAGES, LABELS)))
 
 
 def built(shape, classes, width=8):
@@ -114,7 +114,9 @@ class Choosing(Recipe):
 
 def sparse(how) -> Tensor:
     model = nn.Linear(8, 8)
-    nmrun.sparsify(model, torch.optim.SGD(model.parameters(), lr=0.1), Choosing(how), "2:4")
+    nmrun.sparsify(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), Choosing(how), "2:4", exclude=None
+    )
     return model.weight.detach()
 
 
