@@ -86,5 +86,4 @@ def test_a_folder_of_configs_goes_before_the_module(tmp_path):
     with initialized("nmrun.conf", str(tmp_path)):
         config = compose("nmrun", ["trainer=default", "+mine=default"])
         assert config.mine == {"here": 3}
-        assert config.debug if "debug" in config else True
     assert GlobalHydra.instance().hydra is before
