@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,13 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nmrun import recipes
+from nmrun.errors import ConfigError
 from nmrun.lab.models.images import SmallConvNetwork
 from nmrun.lab.runs.locks import NAME
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.signals import Signals
 from nmrun.lab.train import runner
 from nmrun.lab.train.steps import TrainingSteps
-from nmrun.lab.words import composition, schema
+from nmrun.lab.words import composition, precheck, schema
 from nmrun.lab.words.composition import Cache, composed, composing
 from nmrun.lab.words.identity import run_folder
 
@@ -73,6 +74,20 @@ def config(output_dir: Path | str, *overrides: str) -> schema.Config:
     with composing():
         words = [*tiny, f"output_dir={output_dir}", *fitting, *overrides]
         return schema.check(composed(words, COMPOSED))
+
+
+def mistakes(
+    words: Sequence[str],
+    multirun: bool = False,
+    config_dir: str | None = None,
+    cache: Cache | None = None,
+) -> list[str]:
+    """What is wrong with a command line."""
+    try:
+        precheck.read([list(words)], multirun, config_dir, cache)
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def result_of(folder: Path) -> dict[str, Any]:

@@ -13,11 +13,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from runs import mistakes
 
 import nmrun.lab.cli as cli
 import nmrun.lab.sweeps.jobs
 from nmrun.errors import ConfigError
-from nmrun.lab.words import command_line, experiment, precheck, rules
+from nmrun.lab.words import command_line, experiment, rules
 from nmrun.lab.words.composition import Cache
 
 ROOT = Path(__file__).parent.parent
@@ -71,7 +72,7 @@ def test_commands_are_accepted(command, tmp_path, monkeypatch):
     asked = command_line.options(settings)
     for overrides in experiment.expand(asked.overrides, asked.multirun):
         words = command_line.own_recipe(overrides)
-        assert precheck.look(words, asked.multirun, cache=COMPOSED).problems == []
+        assert mistakes(words, asked.multirun, cache=COMPOSED) == []
 
 
 def is_parsed(words: list[str]) -> bool:

@@ -19,14 +19,14 @@ from typing import ClassVar
 import pytest
 import torch
 from errors import one_line
-from runs import result_of
+from runs import mistakes, result_of
 from safetensors.torch import load_file
 
 import nmrun
 import nmrun.lab.sweeps.jobs  # registers the source of ratios
 from nmrun import recipes
 from nmrun.errors import ConfigError
-from nmrun.lab.words import command_line, precheck
+from nmrun.lab.words import command_line
 from nmrun.recipes.base import Recipe
 
 PAGE = Path(__file__).parents[2] / "docs/own-recipe.md"
@@ -189,7 +189,7 @@ def test_a_mistake_gets_a_line(module, monkeypatch, words, message):
     from nmrun.lab.words import schema
 
     words = command_line.own_recipe(["recipe._target_=saliency.Saliency", "track=local", *words])
-    problems = precheck.look(words).problems
+    problems = mistakes(words)
     if not problems:
         with (
             initialize_config_module("nmrun.conf", version_base="1.3"),

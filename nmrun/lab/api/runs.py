@@ -26,8 +26,7 @@ from nmrun.lab.runs.run_folder import METRICS, RunFolder, metrics_of
 from nmrun.lab.sweeps import jobs
 from nmrun.lab.train import checkpoint
 from nmrun.lab.train.track import MLFLOW_WAITS
-from nmrun.lab.words import command_line, schema
-from nmrun.lab.words.composition import job_words, jobs_of
+from nmrun.lab.words import command_line
 from nmrun.patterns import written
 
 if TYPE_CHECKING:
@@ -96,9 +95,7 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
         RunError: where the run failed. Its folder has the traceback in ``run.log``.
     """
     typed, config_dir = parse(overrides, settings, multirun=False)
-    sweeps, (look,) = jobs.checked(typed, multirun=False, config_dir=config_dir)
-    ((words, job),) = jobs_of(sweeps, config_dir, look.composed)
-    config = schema.check(job)
+    ((words, config),) = jobs.checked(typed, multirun=False, config_dir=config_dir).jobs
     outcome = jobs.one(config, command=command_line.typed(config_dir, words))
     raise_interrupt(outcome)
     if outcome["status"] not in ("finished", "skipped", "planned"):
@@ -127,18 +124,16 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
     typed, config_dir = parse(overrides, {}, multirun=True)
     for word in filter(command_line.is_hydras, typed):
         raise ConfigError(f"{word}: Hydra's launchers are for the command line, nmrun -m")
-    sweeps, looks = jobs.checked(typed, multirun=True, config_dir=config_dir)
+    asked = jobs.checked(typed, multirun=True, config_dir=config_dir)
     command = command_line.typed(config_dir, ["-m", *typed])
     folders: list[Path] = []
-    count = len(job_words(sweeps, config_dir))
-    with recorded(looks, command, [], count) as folder:
-        composed = jobs_of(sweeps, config_dir, looks[0].composed)
-        for outcome in jobs.run_jobs(folder, composed, config_dir, folders.append):
+    with recorded(asked, command) as folder:
+        for outcome in jobs.run_jobs(folder, asked.jobs, config_dir, folders.append):
             raise_interrupt(outcome)
         print("\n".join([*record.planned(folder), record.summary(folder)[0]]))
     runs = collect(folders)
     if runs.empty:
-        if looks[0].dry:
+        if asked.dry:
             return runs
         raise RunError("no run of this sweep has a result")
     return summary(runs)

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hydra.errors import HydraException
-
-from nmrun.errors import refused
 from nmrun.lab.keys.config import Config
 from nmrun.lab.words.composition import config_of
 
@@ -59,8 +56,7 @@ def overrides(folder: Path, words: Sequence[str]) -> list[str]:
 
 
 def composed(folder: Path, words: Sequence[str]) -> Config:
-    with refused("", HydraException):
-        return config_of(overrides(folder, words))
+    return config_of(overrides(folder, words))
 
 
 def random_images(config: Config, device: torch.device) -> Classification:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nmrun.errors import ConfigError, raise_all
+from nmrun.errors import ConfigError
 from nmrun.lab.bench.networks import INFERRED, NETWORKS, overrides
 from nmrun.lab.keys.options import names
 from nmrun.lab.verbs import Parser, files_of_the_command, in_range
@@ -48,8 +48,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
 def _check(models: Sequence[str], words: Sequence[str], multirun: bool = False) -> None:
     composition.register()
     for model in models:
-        job = overrides(Path(), [*NETWORKS[model], *words])
-        raise_all(precheck.look(job, multirun).problems)
+        precheck.read([overrides(Path(), [*NETWORKS[model], *words])], multirun)
 
 
 def _parser() -> Parser:

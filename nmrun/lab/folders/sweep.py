@@ -31,7 +31,7 @@ from nmrun.lab.words import command_line
 from nmrun.ranges import Check
 
 if TYPE_CHECKING:
-    from nmrun.lab.words.precheck import Findings
+    from nmrun.lab.words.precheck import Command
 
 HEAD, JOBS = "sweep.json", "jobs.jsonl"
 IN_PLAN = ("recipe", "sparsity", "dry")  # a plan shows these itself, or they are the same for all
@@ -65,25 +65,23 @@ def new_folder(output_dir: str) -> Path:
 
 
 @contextlib.contextmanager
-def recorded(
-    looks: list[Findings], command: str, sweeps: list[list[str]], jobs: int
-) -> Iterator[Path]:
-    """The record of a new sweep of ``jobs`` jobs, which counts as running while the context is
-    entered. The record of a plan (``dry=true``) is removed at the end.
+def recorded(asked: Command, command: str, sweeps: Sequence[list[str]] = ()) -> Iterator[Path]:
+    """The record of a new sweep, which counts as running while the context is entered. The record
+    of a plan (``dry=true``) is removed at the end.
 
     ``command`` is as it was typed; ``sweeps`` are the overrides of each sweep. Raises ConfigError where the folder cannot be made.
     """
     with tempfile.TemporaryDirectory() as nowhere:  # for the ranks that do not lead
-        output_dir = looks[0].output_dir
+        output_dir = asked.output_dir
         folder = new_folder(output_dir) if leads() else Path(nowhere)
         parents = [place for place in folder.parents if not os.path.exists(place)]
         make_folder(folder, output_dir)
         try:
             with locks.hold(folder):  # shows that the sweep is alive
-                begin(folder, jobs, command, output_dir, sweeps)
+                begin(folder, len(asked.jobs), command, output_dir, sweeps)
                 yield folder
         finally:
-            if looks[0].dry or not (folder / HEAD).exists():  # the disk was full from the beginning
+            if asked.dry or not (folder / HEAD).exists():  # the disk was full from the beginning
                 shutil.rmtree(folder, ignore_errors=True)
                 for place in parents:
                     with contextlib.suppress(OSError):  # other processes are at work there

@@ -21,7 +21,6 @@ from nmrun.lab.keys.groups import Run, ratio
 from nmrun.lab.keys.models import OwnModel, Timm
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.words import command_line, composition, precheck, rules, schema, suggestions
-from nmrun.lab.words.composition import config_of
 from nmrun.patterns import Pattern, PatternError
 from nmrun.ranges import whole
 
@@ -89,8 +88,7 @@ def _is_track(override: Override) -> bool:
 
 def _compose(overrides: list[Override], config_dir: str | None) -> Config:
     words = [*(str(override.input_line) for override in overrides), f"recipe={STAND_IN}"]
-    raise_all(precheck.look(words, config_dir=config_dir).problems)
-    config = config_of(words, config_dir)
+    config = precheck.read([words], config_dir=config_dir).jobs[0].config
     model = config.model
     loads = isinstance(model, OwnModel) or model.trained
     if isinstance(model, Timm):

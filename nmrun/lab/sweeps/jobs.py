@@ -15,7 +15,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from nmrun.errors import ConfigError, RunError, first_line, leads, raise_all, refuse, tell
+from nmrun.errors import ConfigError, RunError, first_line, leads, refuse, tell
 from nmrun.lab import output
 from nmrun.lab.folders import sweep
 from nmrun.lab.folders.sweep import recorded
@@ -41,14 +41,9 @@ from nmrun.lab.words import (
     schema,
     sources,
 )
-from nmrun.lab.words.composition import (
-    Cache,
-    job_words,
-    jobs_of,
-    plain_errors,
-    without_others_configs,
-)
+from nmrun.lab.words.composition import plain_errors, without_others_configs
 from nmrun.lab.words.identity import run_folder, title
+from nmrun.lab.words.precheck import Command, Job
 
 composition.register()
 
@@ -61,33 +56,31 @@ def main(argv: list[str]) -> int:
     if options.hydra_help or options.shell_completion:
         _hydra(flags, options.overrides)
         return 0
-    sweeps, looks = checked(options.overrides, options.multirun, options.config_dir)
+    asked = checked(options.overrides, options.multirun, options.config_dir)
     if options.cfg or options.info:
-        _hydra(flags, sweeps[0])
+        _hydra(flags, asked.sweeps[0])
         return 0
-    hydras = precheck.by_hydra(sweeps, options.config_dir)
+    hydras = precheck.by_hydra(asked.sweeps, options.config_dir)
     if not options.multirun and hydras:
-        _hydra(flags, sweeps[0])
+        _hydra(flags, asked.sweeps[0])
         return _exit_status(_outcomes[-1])
-    jobs = jobs_of(sweeps, options.config_dir, looks[0].composed)
     if not options.multirun:
-        ((overrides, job),) = jobs
-        command = command_line.of_job(overrides, options.config_dir)
-        return _exit_status(_outcome_of(job, None, command))
-    count = len(job_words(sweeps, options.config_dir))
-    with recorded(looks, shlex.join(["nmrun", *argv]), sweeps, count) as folder:
+        ((words, config),) = asked.jobs
+        return _exit_status(
+            _outcome_of(config, None, command_line.of_job(words, options.config_dir))
+        )
+    with recorded(asked, shlex.join(["nmrun", *argv]), asked.sweeps) as folder:
         os.environ[sweep.SWEEP], os.environ[workers.SWEEPER] = str(folder), str(os.getpid())
-        launcher = looks[0].launcher
         if not hydras:
-            status = _run_one_by_one(folder, jobs, options.config_dir)
-        elif launcher != "basic":
-            if not looks[0].dry:
-                place = shlex.quote(looks[0].output_dir)
+            status = _run_one_by_one(folder, asked.jobs, options.config_dir)
+        elif asked.launcher != "basic":
+            if not asked.dry:
+                place = shlex.quote(asked.output_dir)
                 watch = f"nmrun status --watch {place} shows how far they are"
                 print(f"jobs side by side: {watch}", flush=True)
-            status = _launch_side_by_side(folder, launcher, flags, sweeps[0])
+            status = _launch_side_by_side(folder, asked.launcher, flags, asked.sweeps[0])
         else:
-            status = _launch(flags, sweeps[0])
+            status = _launch(flags, asked.sweeps[0])
         if not leads():
             return status
         lines, bad = sweep.summary(folder)
@@ -96,29 +89,20 @@ def main(argv: list[str]) -> int:
     return max(status, bad)
 
 
-def checked(
-    overrides: list[str], multirun: bool, config_dir: str | None = None
-) -> tuple[list[list[str]], list[precheck.Findings]]:
-    """The overrides of each sweep that a command line asks for, and what was found there.
-    ConfigError with all that is wrong."""
-    expanded = experiment.expand(overrides, multirun)
-    sweeps = [command_line.own_recipe(words, config_dir) for words in expanded]
-    composed: Cache = {}
-    looks = [precheck.look(words, multirun, config_dir, composed) for words in sweeps]
-    raise_all(dict.fromkeys(problem for findings in looks for problem in findings.problems))
-    if len({tuple(filter(command_line.is_hydras, words)) for words in sweeps}) > 1:
-        raise ConfigError(
-            "the sweeps of an experiment differ in words for Hydra: they have one launcher"
-        )
+def checked(overrides: list[str], multirun: bool, config_dir: str | None = None) -> Command:
+    """What a command line asks for, composed and checked. ConfigError with all that is wrong."""
+    sweeps = [
+        command_line.own_recipe(words, config_dir)
+        for words in experiment.expand(overrides, multirun)
+    ]
+    asked = precheck.read(sweeps, multirun, config_dir)
     tell([] if multirun else command_line.without_effect(overrides))
-    output.no_longer_waiting()  # else a launcher's processes would write behind the waiting line
-    return sweeps, looks
+    output.no_longer_waiting()  # a launcher's processes would write behind it
+    return asked
 
 
-def _run_one_by_one(
-    folder: Path, jobs: Iterator[tuple[list[str], DictConfig]], config_dir: str | None
-) -> int:
-    """Run the jobs of sweeps in this process; returns 0, or the exit status after an interrupt."""
+def _run_one_by_one(folder: Path, jobs: Sequence[Job], config_dir: str | None) -> int:
+    """Run the jobs of sweeps in this process; the exit status after an interrupt, or 0."""
     try:
         for outcome in run_jobs(folder, jobs, config_dir):
             if outcome["status"] == "interrupted":  # it ends the sweep, on every rank
@@ -245,21 +229,21 @@ def _run_in_worker(
 
 def run_jobs(
     folder: Path,
-    jobs: Iterator[tuple[list[str], DictConfig]],
+    jobs: Sequence[Job],
     config_dir: str | None,
     begins: Callable[[Path], None] = lambda run: None,
 ) -> Iterator[dict[str, Any]]:
     """Run the jobs of sweeps in this process, and yield the outcome of each. A launcher of Hydra
     would compose each from the start, in 50 ms."""
-    for number, (overrides, composed) in enumerate(jobs, 1):
-        command = command_line.of_job(overrides, config_dir)
-        yield run_job(folder, number, composed, overrides, command, begins)
+    for number, (words, config) in enumerate(jobs, 1):
+        command = command_line.of_job(words, config_dir)
+        yield run_job(folder, number, config, words, command, begins)
 
 
 def run_job(
     folder: Path,
     number: int,
-    composed: DictConfig,
+    asked: Config | DictConfig,
     overrides: list[str],
     command: str,
     begins: Callable[[Path], None] = lambda run: None,
@@ -272,24 +256,25 @@ def run_job(
     """
     began = time.monotonic()
     head = sweep.title(folder, number, overrides)
-    if composed.dry:
+    if asked.dry:
         output.waiting(head)  # a list of all follows at the end
     else:
         print(head, flush=True)
-    outcome = _outcome_of(composed, folder.name, command, begins)
+    outcome = _outcome_of(asked, folder.name, command, begins)
     if leads():
         sweep.add(folder, outcome, overrides, time.monotonic() - began, number)
     return outcome
 
 
 def _outcome_of(
-    composed: DictConfig,
+    asked: Config | DictConfig,
     sweep: str | None,
     command: str,
     begins: Callable[[Path], None] = lambda run: None,
 ) -> dict[str, Any]:
+    """Run a job; what a launcher of Hydra has composed, in another process maybe, is checked here."""
     try:
-        config = schema.check(composed)
+        config = asked if isinstance(asked, Config) else schema.check(asked)
         begins(run_folder(config))
         return one(config, sweep, command)
     except ConfigError as error:

@@ -13,9 +13,7 @@ from hydra.core.plugins import Plugins
 from nmrun.lab.folders import sweep
 from nmrun.lab.words import command_line
 from nmrun.lab.words.composition import SWEEPER
-
-Plugins.instance()  # reloads Hydra's own plugins, so the next line imports the class in use
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E402
+from nmrun.lab.words.hydra_internals import BasicSweeper, product
 
 
 class NMSweeper(BasicSweeper):
@@ -36,7 +34,7 @@ class NMSweeper(BasicSweeper):
             parsed = parser.parse_overrides(
                 [word for word in words if not command_line.is_hydras(word)]
             )
-            jobs += BasicSweeper.split_arguments([*params, *parsed], None)[0]
+            jobs += product([*params, *parsed])
         jobs = command_line.each_once(jobs)
         if params:  # which the command line has not counted
             sweep.recount(folder, len(jobs))

@@ -56,17 +56,17 @@ def main(argv: Sequence[str]) -> int:
 
     space = plan.read_space(options.over)
     words = command_line.options(list(options.words)).overrides
-    sweeps, looks = jobs.checked(words, multirun=True, config_dir=options.config_dir)
-    _check_seeds(set().union(*(look.seeds for look in looks)))
-    if looks[0].launcher != "basic":
+    asked = jobs.checked(words, multirun=True, config_dir=options.config_dir)
+    _check_seeds({job.config.seed for job in asked.jobs})
+    if asked.launcher != "basic":
         raise ConfigError(
-            f"hydra/launcher={looks[0].launcher}: nmrun tune launches nothing; give the same command in "
+            f"hydra/launcher={asked.launcher}: nmrun tune launches nothing; give the same command in "
             "several processes, of which each takes cells that no other is at"
         )
     from nmrun.lab.tune import comparison, plan, study  # torch
 
-    folder = Path(looks[0].output_dir, FOLDER, options.name).absolute()
-    cells = plan.cells(folder, sweeps, space, options.config_dir)
+    folder = Path(asked.output_dir, FOLDER, options.name).absolute()
+    cells = plan.cells(folder, asked.jobs, space, options.config_dir)
     if any(cell.config.dry for cell in cells):
         print("\n".join([*plan.summary(cells, options.trials), f"  {folder}"]))
         return 0

@@ -22,9 +22,10 @@ from nmrun.lab.keys.fields import Field
 from nmrun.lab.keys.recipe_facts import recipe_facts
 from nmrun.lab.output import quantity
 from nmrun.lab.tune.study import AGAIN, FINALISTS, SEED
-from nmrun.lab.words import command_line, schema
-from nmrun.lab.words.composition import Cache, jobs_of
+from nmrun.lab.words import command_line
+from nmrun.lab.words.composition import Cache, config_of
 from nmrun.lab.words.identity import identity
+from nmrun.lab.words.precheck import Job
 from nmrun.ranges import Search, among, between, log
 from nmrun.recipes import RECIPES
 
@@ -62,9 +63,9 @@ class TuningCell:
 
 
 def cells(
-    folder: Path, sweeps: list[list[str]], space: Space, config_dir: str | None = None
+    folder: Path, jobs: Sequence[Job], space: Space, config_dir: str | None = None
 ) -> list[TuningCell]:
-    """The cells of a comparison in the order of its sweeps; dense runs, which have no ratio, are
+    """The cells of a comparison in the order of its jobs; dense runs, which have no ratio, are
     one. ``space`` wins over the recipes' own search spaces.
 
     ConfigError for a key of ``space`` that no cell has or that changes none, or with a value or an
@@ -72,13 +73,11 @@ def cells(
     """
     by_identity: dict[str, tuple[list[str], Config, list[int]]] = {}
     cache: Cache = {}
-    for words, job in jobs_of(sweeps, config_dir, cache):
-        seed, job.seed = job.seed, SEED
-        config = schema.check(job)
+    for words, asked in jobs:
         bare = [word for word in words if command_line.key(word) != "seed"]
+        config = config_of([*bare, f"seed={SEED}"], config_dir, cache)
         cell_seeds = by_identity.setdefault(identity(config), (bare, config, []))[2]
-        if seed not in cell_seeds:
-            cell_seeds.append(seed)
+        cell_seeds += [asked.seed] if asked.seed not in cell_seeds else []
     unknown = [key for key in space if not any(has(c, key) for _, c, _ in by_identity.values())]
     if unknown:
         raise ConfigError(f"--over {unknown[0]}: no run of this comparison has the key")
@@ -122,8 +121,7 @@ def _of_runs(cell: TuningCell, space: Space, cache: Cache) -> TuningCell:
         found: dict[str, Any] = {}
         for value in values:
             words = cell.with_settings([(key, value), *others])
-            [(_, job)] = jobs_of([words], cell.config_dir, cache)
-            config = schema.check(job)
+            config = config_of(words, cell.config_dir, cache)
             has = flatten(config.plain)[key]
             found.setdefault(identity(config), value if value == has else has)
         return found

@@ -11,9 +11,16 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, IntervalSweep, Override, Quote, QuotedString
+from hydra.core.override_parser.types import (
+    Glob,
+    IntervalSweep,
+    Override,
+    OverrideType,
+    Quote,
+    QuotedString,
+    ValueType,
+)
 from hydra.errors import HydraException
 
 from nmrun.errors import ConfigError
@@ -39,6 +46,8 @@ def options(argv: list[str]) -> argparse.Namespace:
 
     Raises ConfigError for an option that does not exist, or that nmrun has no use for.
     """
+    from nmrun.lab.words.hydra_internals import get_args_parser  # whose plugins take their time
+
     parser = get_args_parser()
 
     def complain(message: str) -> None:
@@ -121,13 +130,19 @@ def _of_ratio(word: str) -> bool:
     return key(word).partition(".")[0] == "sparsity"
 
 
+@functools.lru_cache(maxsize=4096)  # the words of a sweep come again in many of its jobs
+def parse(word: str) -> Override:
+    """An override as Hydra reads it. Raises HydraException."""
+    return OverridesParser.create().parse_override(word)
+
+
 def parsed(words: Sequence[str]) -> tuple[list[Override], list[str]]:
     """The overrides that can be read, and a line for each word that cannot."""
     overrides, problems, rest = [], [], list(words)
     while rest:
         word = rest.pop(0)
         try:
-            override = OverridesParser.create().parse_override(word)
+            override = parse(word)
             if not override.key_or_group:
                 raise HydraException
             overrides.append(override)
@@ -146,14 +161,15 @@ def values(override: Override, options: Sequence[str]) -> list[Any]:
     if isinstance(value, Glob):
         return value.filter(list(options))
     if override.is_sweep_override():
-        return [Override._convert_value(element) for element in override.sweep_iterator()]
+        return [parse(f"k={text}").value() for text in override.sweep_string_iterator()]
     return [value]
 
 
 def word(key: str, value: Any) -> str:
     """The override that gives a key this value. ConfigError for a value that none can give."""
     try:
-        return unescaped(f"{key}={Override._get_value_element_as_str(_element(value))}")
+        override = Override(OverrideType.CHANGE, key, ValueType.ELEMENT, _element(value))
+        return unescaped(f"{key}={override.get_value_element_as_str()}")
     except TypeError:
         own = ""
         if key in ("dataset", "model", "recipe"):
@@ -205,7 +221,7 @@ def quoting(word: str) -> str:
     escaped = [re.sub(r"(?<!\\)([][(){}:=,])", r"\\\1", name) for name in names]
     meant = f"{RATIOS}={{{', '.join(f'{name}: {ratio}' for name, (_, ratio) in zip(escaped, pairs, strict=True))}}}"
     with contextlib.suppress(HydraException):
-        read: Any = OverridesParser.create().parse_override(meant).value()
+        read: Any = parse(meant).value()
         if pairs and not PAIR.sub("", inner) and list(map(str, read)) == names:
             wrong = [why for why in map(no_expression, names) if why]
             return f"; {wrong[0] if wrong else f'write it as {shlex.quote(meant)}'}"
@@ -234,7 +250,6 @@ def unescaped(word: str) -> str:
     """An override as one types it, without the backslash that Hydra puts before a ratio's colon."""
     bare = re.sub(r"(?<=\d)\\:(?=\d)", ":", word)
     with contextlib.suppress(HydraException):
-        parse = OverridesParser.create().parse_override
         return bare if bare != word and parse(bare).value() == parse(word).value() else word
     return word
 

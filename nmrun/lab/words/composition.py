@@ -6,22 +6,16 @@ The config source ``nm://`` serves every option of every group with the defaults
 from __future__ import annotations
 
 import contextlib
-import functools
 import pickle
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from hydra import compose, version
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra import compose
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, HydraException
@@ -37,7 +31,7 @@ from nmrun.lab.keys.config import Config
 from nmrun.lab.keys.fields import defaults
 from nmrun.lab.keys.groups import ratio
 from nmrun.lab.signals import of_interrupt
-from nmrun.lab.words import command_line, schema
+from nmrun.lab.words import command_line, hydra_internals, schema
 from nmrun.patterns import Pattern, PatternError
 from nmrun.registry import find
 
@@ -148,27 +142,9 @@ Cache = dict[tuple[str, ...], bytes]  # pickled: that is copied four times as fa
 @contextlib.contextmanager
 def composing(config_dir: str | None = None) -> Iterator[None]:
     """Let ``hydra.compose("nmrun", words)`` compose a config of nmrun, while the context is
-    entered.
-
-    Whoever had initialised Hydra before finds it so again.
-    """
-    search_path = create_config_search_path("pkg://nmrun.conf")
-    if config_dir is not None:
-        search_path.prepend(
-            "command-line",
-            f"file://{Path(config_dir).absolute()}",
-            SearchPathQuery(provider="schema"),
-        )
-    before, base = GlobalHydra.instance().hydra, version.getbase()
-    GlobalHydra.instance().clear()
-    version.setbase("1.3")
-    try:
-        with without_others_configs():
-            Hydra.create_main_hydra2("nmrun", search_path)
-            yield
-    finally:
-        GlobalHydra.instance().hydra = before
-        version.VersionBase.instance().version_base = base
+    entered."""
+    with without_others_configs(), hydra_internals.initialized("nmrun.conf", config_dir):
+        yield
 
 
 @contextlib.contextmanager
@@ -191,9 +167,17 @@ def composed(words: Sequence[str], cache: Cache) -> DictConfig:
     """What ``hydra.compose("nmrun", words)`` composes. It takes a tenth of the time where only
     recipe, ratio and values of keys differ from a config in ``cache``, which is added to.
     """
-    overrides = [_parse(word) for word in words]
+    config, values = of_groups(words, cache)
+    for override in values:
+        hydra_internals.put(config, override)
+    return config
+
+
+def of_groups(words: Sequence[str], cache: Cache) -> tuple[DictConfig, list[Override]]:
+    """The config by the options of groups among the words; and the other overrides, of keys, which
+    are to be put in. ``cache`` is as of :func:`composed`."""
+    overrides = [command_line.parse(word) for word in words]
     loader = GlobalHydra.instance().config_loader()
-    assert isinstance(loader, ConfigLoaderImpl)
     values = [override for override in overrides if _sets_a_value(override, loader)]
     groups = [override for override in overrides if override not in values]
     every = tuple(override.input_line or "" for override in groups)
@@ -205,9 +189,7 @@ def composed(words: Sequence[str], cache: Cache) -> DictConfig:
         with_nodes = pickle.loads(cache[choices])
         with_nodes.update(nodes)
         cache[every] = pickle.dumps(with_nodes)
-    config: DictConfig = pickle.loads(cache[every])
-    ConfigLoaderImpl._apply_overrides_to_config(values, config)
-    return config
+    return pickle.loads(cache[every]), values
 
 
 def _composed_by_hydra(words: Sequence[str]) -> DictConfig:
@@ -226,41 +208,11 @@ def config_of(
 ) -> Config:
     """The checked config of these overrides; ``cache`` as of :func:`composed`."""
     register()
-    with composing(config_dir):
+    with plain_errors(), composing(config_dir):
         return schema.check(composed(words, {} if cache is None else cache))
 
 
-def jobs_of(
-    sweeps: Sequence[Sequence[str]], config_dir: str | None, cache: Cache
-) -> Iterator[tuple[list[str], DictConfig]]:
-    """The overrides of each job of some sweeps as :func:`job_words` has them, and its config.
-
-    While a job runs, Hydra is as it was. ``cache`` is as of :func:`composed`. Raises ConfigError for
-    a job that cannot be composed after all.
-    """
-    for words in job_words(sweeps, config_dir):
-        with plain_errors(), composing(config_dir):
-            job = composed(words, cache)
-        yield [command_line.unescaped(word) for word in words], job
-
-
-def job_words(sweeps: Sequence[Sequence[str]], config_dir: str | None) -> list[list[str]]:
-    """The overrides of each job of some sweeps, each run once."""
-    every: list[list[str]] = []
-    with composing(config_dir):
-        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-        for words in sweeps:
-            overrides = parser.parse_overrides([w for w in words if not command_line.is_hydras(w)])
-            every += BasicSweeper.split_arguments(overrides, None)[0]
-    return command_line.each_once(every)
-
-
-@functools.lru_cache(maxsize=4096)  # the words of a sweep come again in many of its jobs
-def _parse(word: str) -> Override:
-    return OverridesParser.create().parse_override(word)
-
-
-def _nodes(groups: Sequence[Override], loader: ConfigLoaderImpl) -> dict[str, Container]:
+def _nodes(groups: Sequence[Override], loader: ConfigLoader) -> dict[str, Container]:
     """By group, the configs of the options that ``nm://`` serves: they change nothing but their
     group.
 
@@ -283,9 +235,9 @@ def _nodes(groups: Sequence[Override], loader: ConfigLoaderImpl) -> dict[str, Co
     return nodes
 
 
-def _sets_a_value(override: Override, loader: ConfigLoaderImpl) -> bool:
+def _sets_a_value(override: Override, loader: ConfigLoader) -> bool:
     if override.is_sweep_override() or override.is_hydra_override():
         return False
     key = override.key_or_group
-    group = "." not in key and loader.repository.group_exists(key)
+    group = "." not in key and any(source.is_group(key) for source in loader.get_sources())
     return not group or isinstance(override.value(), dict)

@@ -7,25 +7,23 @@ those of overrides that were written by hand.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob
 from hydra.errors import HydraException
 
 from nmrun.errors import ConfigError, raise_all, refused
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
-from nmrun.lab.words import command_line, composition, precheck, schema
-from nmrun.lab.words.composition import Cache, jobs_of, plain_errors
+from nmrun.lab.words import command_line, composition, precheck
+from nmrun.lab.words.composition import Cache
 from nmrun.lab.words.identity import run_folder
 from nmrun.ranges import OPTIONAL_TEXT, TEXT, Check
 from nmrun.registry import choose, did_you_mean, no_such
@@ -310,20 +308,9 @@ def rows(words: Sequence[str]) -> list[list[str]]:
 
 def _values(word: str) -> list[str]:
     """The values that an override lists; none for one value, an interval or a glob."""
-    override = OverridesParser.create().parse_override(word)
+    override = command_line.parse(word)
     listed = override.is_discrete_sweep() and not isinstance(override.value(), Glob)
     return list(override.sweep_string_iterator()) if listed else []
-
-
-@contextlib.contextmanager
-def _refused_words(sweeps: Sequence[list[str]]) -> Iterator[None]:
-    """While entered, report words that cannot be composed as the command line does."""
-    try:
-        yield
-    except ConfigError as error:
-        looks = [precheck.look(words, multirun=True) for words in sweeps]
-        problems = [problem for findings in looks for problem in findings.problems]
-        raise ConfigError(list(dict.fromkeys(problems)) or error.problems) from None
 
 
 def configs(
@@ -337,8 +324,6 @@ def configs(
         [word for word in command_line.own_recipe(words) if not command_line.is_hydras(word)]
         for words in experiment.overrides(scale, changes)
     ]
-    with _refused_words(sweeps), plain_errors():
-        for _, job in jobs_of(sweeps, None, {} if cache is None else cache):
-            config = schema.check(job)
-            by_folder.setdefault(str(run_folder(config)), config)
+    for _, config in precheck.read(sweeps, multirun=True, cache=cache, to_run=False).jobs:
+        by_folder.setdefault(str(run_folder(config)), config)
     return list(by_folder.values())

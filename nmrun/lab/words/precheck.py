@@ -1,4 +1,6 @@
-"""Checks every job of a command line before Hydra runs one: a mistake gets one line, no traceback."""
+"""What a command line asks for: its jobs, each composed and checked before the first one runs. A
+mistake gets one line, no traceback.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +9,30 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override
+from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
 from nmrun.errors import ConfigError, extra
 from nmrun.lab.keys import options
-from nmrun.lab.keys.config import flatten
+from nmrun.lab.keys.config import Config, flatten
 from nmrun.lab.keys.options import NAMED
-from nmrun.lab.words import command_line, rules, schema, suggestions
-from nmrun.lab.words.composition import RATIO, Cache, composed, composing, plain_errors
+from nmrun.lab.signals import of_interrupt
+from nmrun.lab.words import command_line, hydra_internals, rules, schema, suggestions
+from nmrun.lab.words.composition import RATIO, Cache, composing, of_groups, plain_errors
 from nmrun.patterns import Pattern, PatternError
 from nmrun.registry import no_such
 
-# jobs that are checked ahead; a mistake shows in the first few, and each job is checked as it begins
-MOST_JOBS = 5000
+MOST_JOBS = 10_000  # of one command, since all are composed before the first one runs
 LAUNCHER = "hydra/launcher"
 # the extra of nmrun that a launcher comes with
 EXTRAS = {
@@ -53,240 +56,224 @@ HYDRAS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
 HERE = ("basic", "joblib", "submitit_local")  # launchers whose jobs run on this machine
 
 
-@dataclass
-class Findings:
-    """What :func:`look` found.
+class Job(NamedTuple):
+    """The overrides of a run, and its checked config."""
 
-    ``launcher`` runs the jobs; ``basic`` is this process itself. ``composed`` are the configs that
-    were composed, by their choices of groups; jobs begin with these.
+    words: list[str]
+    config: Config
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a command line asks for: the overrides of each sweep, its jobs, each once, and the
+    launcher that runs them; ``basic`` is this process itself.
     """
 
-    problems: list[str] = field(default_factory=list)
-    jobs: int = 1
-    output_dir: str = ""
-    dry: bool = False
-    launcher: str = "basic"
-    seeds: set[int] = field(default_factory=set)
-    composed: Cache = field(default_factory=dict)
+    sweeps: list[list[str]]
+    jobs: list[Job]
+    launcher: str
+
+    @property
+    def output_dir(self) -> str:
+        return self.jobs[0].config.output_dir
+
+    @property
+    def dry(self) -> bool:
+        return self.jobs[0].config.dry
 
 
-def look(
-    words: list[str],
+def read(
+    sweeps: Sequence[list[str]],
     multirun: bool = False,
     config_dir: str | None = None,
     cache: Cache | None = None,
-) -> Findings:
-    """Check every job of a sweep, in well under a second: a config is composed once for each option
-    of a group. The sweeps of one command line share ``cache``, which is added to.
+    to_run: bool = True,
+) -> Command:
+    """Compose and check the jobs of some sweeps. ``cache`` is as of
+    :func:`nmrun.lab.words.composition.composed`; ``to_run`` says whether the files, packages and
+    devices that the runs need have to be here.
 
-    Raises ConfigError for a sweep over nothing.
+    Raises ConfigError with all that is wrong, one line each.
     """
-    findings = Findings(composed={} if cache is None else cache)
-    if multirun and not words:
+    if multirun and not all(sweeps):
         raise ConfigError("-m: it takes several values of a key, as in nmrun -m seed=0,1,2")
     if config_dir is not None and not Path(config_dir).is_dir():
-        findings.problems.append(f"--config-dir {config_dir}: no such folder")
-        config_dir = None
-    try:
-        with plain_errors(), composing(config_dir):
-            _Look(words, multirun, findings).check_jobs(multirun)
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        named = isinstance(error, yaml.YAMLError) or getattr(error, "filename", None)
-        what = "" if named else f"a file in --config-dir {config_dir}"
-        findings.problems.append(options.unreadable(error, what))
-    except ConfigError as error:
-        findings.problems += error.problems
-    findings.problems = list(dict.fromkeys(findings.problems))
-    return findings
+        raise ConfigError(f"--config-dir {config_dir}: no such folder")
+    cache = {} if cache is None else cache
+    problems: list[str] = []
+    jobs: dict[tuple[str, ...], Job] = {}
+    launcher = "basic"
+    with composing(config_dir):
+        for words in sweeps:
+            try:
+                with plain_errors():
+                    sweep = _Sweep(words, multirun, problems)
+                    launcher = sweep.launcher
+                    sweep.compose(jobs, cache)
+            except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+                named = isinstance(error, yaml.YAMLError) or getattr(error, "filename", None)
+                what = "" if named else f"a file in --config-dir {config_dir}"
+                problems.append(options.unreadable(error, what))
+            except ConfigError as error:
+                problems += error.problems
+    if to_run and not problems:
+        for job in jobs.values():
+            problems += rules.refusals(job.config.plain, launcher in HERE)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    if len({tuple(filter(command_line.is_hydras, words)) for words in sweeps}) > 1:
+        raise ConfigError(
+            "the sweeps of an experiment differ in words for Hydra: they have one launcher"
+        )
+    return Command(list(sweeps), list(jobs.values()), launcher)
 
 
-class _Look:
-    """One look at a command line, while Hydra is initialized; mistakes are added to ``findings``."""
+class _Sweep:
+    """The words of one sweep, or of one run, while Hydra is initialized; mistakes are added to
+    ``problems``."""
 
-    def __init__(self, words: list[str], multirun: bool, findings: Findings) -> None:
-        self.findings = findings
-        self.options: dict[str, list[Any]] = {}  # by group: its options that exist
-        self.values: dict[str, list[Any]] = {}  # by key: its values
+    def __init__(self, words: list[str], multirun: bool, problems: list[str]) -> None:
+        self.multirun, self.problems = multirun, problems
         # groups with a wrong option: their keys are not checked, since its default stands in
         self.unsure: set[str] = set()
         overrides, unreadable = command_line.parsed(words)
-        findings.problems += unreadable
-        self.for_hydra: list[str] = [
-            o.input_line or ""
-            for o in overrides
-            if o.is_delete() or o.key_or_group.startswith("hydra")
-        ]
-        self.written = {o.key_or_group: o for o in overrides if o.input_line not in self.for_hydra}
+        self.problems += unreadable
         loader = GlobalHydra.instance().config_loader()
-        assert isinstance(loader, ConfigLoaderImpl)
-        launcher, missing = _launcher(overrides, loader)
-        if launcher != "basic" and not multirun and not missing:
-            missing.append(f"{LAUNCHER}={launcher}: launchers are for sweeps; add -m")
-        findings.problems += missing
-        if missing:  # and its options are not checked
+        self.launcher, missing = _launcher(overrides, loader)
+        if self.launcher != "basic" and not multirun and not missing:
+            missing.append(f"{LAUNCHER}={self.launcher}: launchers are for sweeps; add -m")
+        self.problems += missing
+        for_hydra = [o for o in overrides if o.key_or_group.startswith("hydra")]
+        self.for_hydra = [override.input_line or "" for override in for_hydra]
+        search_path = [word for word in self.for_hydra if word.startswith("hydra.searchpath")]
+        if missing:  # then what is said to it is left out
             left_out = (LAUNCHER, "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
             self.for_hydra = [w for w in self.for_hydra if not w.startswith(left_out)]
-        findings.launcher, self.on_this_machine = launcher, launcher in HERE
-        search_path = [word for word in self.for_hydra if word.startswith("hydra.searchpath")]
-        # the loader would copy all its sources for each group that it is asked for
-        _, repository = loader._parse_overrides_and_create_caching_repo(None, search_path)
-        self.groups = {
-            name: repository.get_group_options(name)
-            for name in repository.get_group_options("", ObjectType.GROUP)
-            if name != "hydra"
-        }
-        for key, override in self.written.items():
-            self._read(key, override, multirun)
+        # the last word for a key counts
+        written = {o.key_or_group: o for o in overrides if o not in for_hydra}
+        groups = loader.get_group_options("", ObjectType.GROUP, overrides=search_path)
+        self.groups = {group for group in groups if group != "hydra"}
+        self.count = 1  # of jobs
+        self.overrides: list[Override] = []
+        for key, override in written.items():
+            in_group = key in self.groups
+            options = loader.get_group_options(key, overrides=search_path) if in_group else None
+            self._read(key, override, options)
+        if not multirun and (line := _not_sparse(self.overrides)):
+            self.problems.append(line)
 
-    def _read(self, key: str, override: Override, multirun: bool) -> None:
-        """Note the values of an override: options of a group, or values of a key."""
-        problems, options = self.findings.problems, self.groups.get(key)
-        if override.package is not None:
-            problems.append(f"{override.input_line}: write it without @{override.package}")
+    def _read(self, key: str, override: Override, options: list[str] | None) -> None:
+        """Keep an override with those of its values that may be right."""
+        line, known = override.input_line, len(self.problems)
+        if override.is_delete():
+            self.overrides.append(override)
+            return
         several = command_line.values(override, options or [])
+        if override.package is not None:
+            self.problems.append(f"{line}: write it without @{override.package}")
         if isinstance(override.value(), IntervalSweep):
-            problems.append(
-                f"{override.input_line}: a sweep takes single values; nmrun tune --over searches an interval"
+            self.problems.append(
+                f"{line}: a sweep takes single values; nmrun tune --over searches an interval"
             )
         if override.is_add() and key in NAMED:
-            problems.append(f"{override.input_line}: {key} is there already; write it without +")
-        if override.is_sweep_override() and not multirun:
-            first, *more = map(_word, several)
-            both = f", or {key}={first} track.also=[{','.join(more)}] for one run with both"
-            problems.append(
-                f"{override.input_line}: several values make a sweep; add -m"
-                + (both if key == "track" and "local" not in several else "")
-            )
+            self.problems.append(f"{line}: {key} is there already; write it without +")
         if not several:
             there_are = f"matches nothing (there are {', '.join(options)})" if options else ""
-            problems.append(f"{override.input_line}: {there_are or 'there is no value in it'}")
-        counts = Counter(map(_word, several))
-        problems += [
-            f"{override.input_line}: {text} is there twice" for text, n in counts.items() if n > 1
-        ]
-        self.findings.jobs *= len(several)
-        if options is None:
-            self.values[key] = several
-            return
-        wrong = {
-            _word(option): line
-            for option in several
-            if (line := _wrong_option(key, _word(option), options))
-        }
-        if wrong:
-            problems += wrong.values()
-            self.unsure.add(key)
-        if len(wrong) < len(several):
-            self.options[key] = [option for option in several if _word(option) not in wrong]
-
-    def check_jobs(self, multirun: bool) -> None:
-        """Join the options of groups and the values of keys to jobs, and check each."""
-        first = {group: options[0] for group, options in self.options.items()}
-        swept = {group: options for group, options in self.options.items() if len(options) > 1}
-        base = self._compose(first)
-        variants = {
-            (group, _word(option)): base
-            if option == first[group]
-            else self._compose({**first, group: option})
-            for group, options in swept.items()
-            for option in options
-        }
-        self._drop_unknown(base, variants.values())
-        plain = self._resolve(base)
-        # an option changes its group in the config; an overlay such as debug any keys
-        parts = {}
-        for (group, option), variant in variants.items():
-            full = self._resolve(variant)
-            keys = (
-                [group] if group in plain else [key for key in full if full[key] != plain.get(key)]
+            self.problems.append(f"{line}: {there_are or 'there is no value in it'}")
+        fits = len(self.problems) == known
+        words = list(map(_word, several))
+        if words and override.is_sweep_override() and not self.multirun:
+            first, *more = words
+            both = f", or {key}={first} track.also=[{','.join(more)}] for one run with both"
+            self.problems.append(
+                f"{line}: several values make a sweep; add -m"
+                + (both if key == "track" and "local" not in words else "")
             )
-            parts[group, option] = {key: full[key] for key in keys}
-        self.findings.output_dir = str(plain.get("output_dir"))
-        self.findings.dry = plain.get("dry") is True
-        if not multirun and (line := _not_sparse(first)):
-            self.findings.problems.append(line)
+        twice = [word for word, count in Counter(words).items() if count > 1]
+        self.problems += [f"{line}: {word} is there twice" for word in twice]
+        if options is not None:
+            wrong = {word: why for word in words if (why := _wrong_option(key, word, options))}
+            self.problems += wrong.values()
+            words = [word for word in words if word not in wrong]
+            if wrong or not fits:
+                self.unsure.add(key)
+            fits = fits and bool(words)
+            if fits and (wrong or isinstance(override.value(), Glob)):
+                override = command_line.parse(f"{override.get_key_element()}={','.join(words)}")
+        if fits:
+            self.overrides.append(override)
+            self.count *= len(words)
 
-        # sorted, so that a group of the command line overrides an overlay
-        in_order = sorted(swept, key=lambda group: group in plain)
-        values = {key: several for key, several in self.values.items() if several}
-        product = itertools.product(*swept.values(), *values.values())
-        for job in itertools.islice(product, MOST_JOBS):
-            choice = dict(zip((*swept, *values), job, strict=True))
-            config = {**plain}
-            for group in in_order:
-                config |= parts[group, _word(choice[group])]
-            config = {
-                key: dict(value) if isinstance(value, dict) else value
-                for key, value in config.items()
-            }
-            for key in values:
-                group, value = key.partition(".")[0], choice[key]
-                if isinstance(value, str) and "${" in value:
-                    value = _interpolated(base, key, value)
-                if (
-                    not _put(config, key, value, _adds(self.written[key]))
-                    and group not in self.unsure
-                ):
-                    self.findings.problems.append(
-                        f"{key}: no such key with {group}={choice.get(group)}"
-                    )
-            wrong = schema.problems(config, self.unsure)
-            self.findings.problems += wrong
-            if not wrong:
-                self.findings.seeds.add(config["seed"])
-            if not wrong and not self.findings.problems:
-                self.findings.problems += rules.refusals(config, self.on_this_machine)
-
-    def _compose(self, choices: dict[str, Any]) -> DictConfig:
-        """Compose the config with these options of groups, without the values of keys."""
-        words = (
-            f"{'+' if self.written[g].is_add() and g not in NAMED else ''}{g}={_word(option)}"
-            for g, option in choices.items()
-        )
-        return composed([*self.for_hydra, *words], self.findings.composed)
-
-    def _resolve(self, config: DictConfig) -> dict[str, Any]:
-        """Resolve a config, with the first value of each key, which interpolations may refer to."""
-        config = config.copy()
-        for key, several in self.values.items():
-            if several and (
-                _adds(self.written[key])
-                or OmegaConf.select(config, key, default=_word) is not _word
-            ):
-                OmegaConf.update(config, key, several[0], force_add=True)
-        return schema.resolve(config)
-
-    def _drop_unknown(self, base: DictConfig, variants: Iterable[DictConfig]) -> None:
-        keys = {
-            key for config in map(_raw, (base, *variants)) for key in (*config, *flatten(config))
-        }
-        for key, override in self.written.items():
-            if override.is_add() and key in self.values and key in keys:
-                self.findings.problems.append(
-                    f"{override.input_line}: {key} is there already; write it without +"
-                )
-            if (
-                key in self.values
-                and key not in keys
-                and not _adds(override)
-                and key.partition(".")[0] not in self.unsure
-            ):
-                self.findings.problems.append(suggestions.line(key, keys | set(self.groups)))
-                del self.values[key]
+    def compose(self, jobs: dict[tuple[str, ...], Job], cache: Cache) -> None:
+        """Compose and check each job, and add those that are not there yet."""
+        if self.count > MOST_JOBS:
+            raise ConfigError(f"a sweep of {self.count:,} jobs: one command takes {MOST_JOBS:,}")
+        every = command_line.each_once(hydra_internals.product(self.overrides))
+        wrong: list[str] = []
+        unknown: dict[str, _Unknown] = {}
+        for words in every:
+            words = [command_line.unescaped(word) for word in words]
+            if tuple(words) in jobs:
+                continue
+            config, values = of_groups([*self.for_hydra, *words], cache)
+            for override in values:
+                key = override.key_or_group
+                if override.is_add() and OmegaConf.select(config, key, default=_word) is not _word:
+                    line = override.input_line
+                    wrong.append(f"{line}: {key} is there already; write it without +")
+                elif not _put(config, override) and key.partition(".")[0] not in self.unsure:
+                    unknown.setdefault(key, _Unknown(key)).found(words, config)
+            try:
+                jobs[tuple(words)] = Job(words, schema.check(config, self.unsure))
+            except ConfigError as error:
+                wrong += error.problems
+        for each in unknown.values():
+            self.problems += each.lines(len(every), self.groups)
+        self.problems += wrong
 
 
-def _interpolated(config: DictConfig, key: str, value: str) -> Any:
-    """What a value of the command line such as ``${oc.env:SEED}`` is in this config."""
-    config = config.copy()
-    OmegaConf.update(config, key, value, force_add=True)
-    resolved = OmegaConf.create(schema.resolve(config))
-    return OmegaConf.select(resolved, key)
+class _Unknown:
+    """A key that is not in the configs of some jobs."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.jobs: list[list[str]] = []
+        self.others: set[str] = set()  # the keys that there are
+
+    def found(self, words: list[str], config: DictConfig) -> None:
+        plain: Any = OmegaConf.to_container(config, resolve=False)
+        self.jobs.append(words)
+        self.others |= {*plain, *flatten(plain)}
+
+    def lines(self, count: int, groups: set[str]) -> list[str]:
+        """The lines for it in a sweep of so many jobs."""
+        group = self.key.partition(".")[0]
+        chosen = {w: None for words in self.jobs for w in words if command_line.key(w) == group}
+        if chosen and len(self.jobs) < count:
+            return [f"{self.key}: no such key with {word}" for word in chosen]
+        return [suggestions.line(self.key, self.others | groups)]
 
 
-def _not_sparse(choices: dict[str, Any]) -> str | None:
+def _put(config: DictConfig, override: Override) -> bool:
+    """Set, add or delete a key; returns False if it does not exist and must not be added."""
+    above = override.key_or_group.rpartition(".")[0]
+    changes = not (override.is_add() or override.is_force_add() or override.is_delete())
+    if changes and above and not isinstance(OmegaConf.select(config, above), DictConfig):
+        return False
+    try:
+        hydra_internals.put(config, override)
+    except ConfigCompositionException as error:
+        if not changes or of_interrupt(error):
+            raise
+        return False
+    return True
+
+
+def _not_sparse(overrides: Sequence[Override]) -> str | None:
     """Of a sweep, which has one dense column, that is no mistake."""
-    recipe = _word(choices.get("recipe", "dense"))
-    if recipe == "dense" or choices.get(RATIO) != "dense":
+    chosen = {o.key_or_group: o.value() for o in overrides if not o.is_sweep_override()}
+    recipe = chosen.get("recipe", "dense")
+    if recipe == "dense" or chosen.get(RATIO) != "dense":
         return None
     return (
         f"recipe={recipe} with sparsity=dense: no weight would be sparse; "
@@ -294,30 +281,8 @@ def _not_sparse(choices: dict[str, Any]) -> str | None:
     )
 
 
-def _adds(override: Override) -> bool:
-    return override.is_add() or override.is_force_add()
-
-
 def _word(option: Any) -> str:
     return "null" if option is None else str(option)
-
-
-def _raw(config: DictConfig) -> dict[str, Any]:
-    plain: Any = OmegaConf.to_container(config, resolve=False)
-    return dict(plain)
-
-
-def _put(config: dict[str, Any], key: str, value: Any, add: bool) -> bool:
-    """Set a dotted key; returns False if it does not exist and must not be added."""
-    *path, leaf = key.split(".")
-    for name in path:
-        config = config.setdefault(name, {}) if add else config.get(name, {})
-        if not isinstance(config, dict):
-            return False
-    if leaf not in config and not add:
-        return False
-    config[leaf] = value
-    return True
 
 
 def _wrong_option(group: str, option: str, options: list[str]) -> str | None:
@@ -363,7 +328,7 @@ def _speaks_to_hydra(file: Path) -> bool:
     return "hydra" in content or any(name.startswith("hydra/") for name in chosen)
 
 
-def _launcher(overrides: Sequence[Override], loader: ConfigLoaderImpl) -> tuple[str, list[str]]:
+def _launcher(overrides: Sequence[Override], loader: ConfigLoader) -> tuple[str, list[str]]:
     """The launcher that is asked for, ``basic`` by default, and a line for what there is not."""
     name, problems = "basic", []
     for override in overrides:

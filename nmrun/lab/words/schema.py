@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -30,14 +30,15 @@ NO_SPARSITY = {**ratio(None), "overrides": None, "pad": False}
 RECIPE_CLASS = "package.Class, a subclass of nmrun.recipes.base.Recipe"
 
 
-def check(composed: DictConfig) -> Config:
-    """Resolve and check a composed config. Raises ConfigError with every problem, one line each.
+def check(composed: DictConfig, unsure: Collection[str] = ()) -> Config:
+    """Resolve and check a composed config. Raises ConfigError with every problem, one line each;
+    nothing is concluded from keys and groups that are ``unsure``.
 
     The dense recipe ignores the ratio, and ``sparsity=dense`` makes any recipe the dense run, so
     both are the same run.
     """
     plain = resolve(composed)
-    raise_all(problems(plain))
+    raise_all(problems(plain, unsure))
     _convert(_checks(options.keys("")), plain)
     for group in (*NAMED, *UNNAMED):
         _convert(ranges(group, plain[group]), plain[group])
@@ -103,8 +104,9 @@ def problems(plain: dict[str, Any], unsure: Collection[str] = ()) -> list[str]:
         if not isinstance(content, dict):
             errors[f"{group}: missing; a run needs it"] = group
             continue
-        errors |= _wrong_group(group, content)
-        values |= wrong_values(ranges(group, content), content, f"{group}.")
+        allowed = ranges(group, content)
+        errors |= _wrong_group(group, content, allowed)
+        values |= wrong_values(allowed, content, f"{group}.")
     errors |= values
     bad = {*unsure, *errors.values()}
 
@@ -141,12 +143,12 @@ def _decay(optimizer: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     return str(optimizer["decay"] or kind.decays)
 
 
-def _wrong_group(group: str, content: dict[str, Any]) -> dict[str, str]:
+def _wrong_group(group: str, content: dict[str, Any], keys: Iterable[str]) -> dict[str, str]:
     """The problems of a group, such as unknown or missing keys, each with the key that is wrong."""
     if "_target_" in content and group in ("dataset", "model", "recipe"):
         return _wrong_recipe(content) if group == "recipe" else _wrong_custom(group, content)
     if group in UNNAMED:
-        return wrong_keys(group, ranges(group, content), content)
+        return wrong_keys(group, keys, content)
     name = content.get("name")
     if group == "recipe" and name == "custom":
         return {f"recipe=custom needs recipe._target_={RECIPE_CLASS}": group}
@@ -163,7 +165,7 @@ def _wrong_group(group: str, content: dict[str, Any]) -> dict[str, str]:
         elif group in ("dataset", "model", "recipe"):
             line += "; a file of yours has _target_: module.name or defaults: [OPTION]"
         return {line: group}
-    return wrong_keys(group, ("name", *ranges(group, content)), content)
+    return wrong_keys(group, ("name", *keys), content)
 
 
 def _wrong_recipe(content: dict[str, Any]) -> dict[str, str]:

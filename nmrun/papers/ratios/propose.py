@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nmrun.errors import refused
+from nmrun.errors import ConfigError, refused
 from nmrun.lab import consent
 from nmrun.lab.keys.config import flatten
 from nmrun.lab.runs.run_folder import FINAL, RunFolder
@@ -149,12 +149,10 @@ def _config_dir(run: RunFolder) -> str | None:
 
 def _composed(words: Sequence[str], config_dir: str | None) -> Config:
     """The config of these words. ConfigError where the user's own data set or model is not found."""
-    from hydra.errors import HydraException
-
     from nmrun.lab.words import command_line
     from nmrun.lab.words.composition import config_of
 
-    with refused("its settings cannot be given in a command: ", HydraException):
+    with refused("its settings cannot be given in a command: ", ConfigError):
         return config_of(command_line.own_recipe(list(words), config_dir), config_dir)
 
 

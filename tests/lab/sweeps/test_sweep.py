@@ -33,8 +33,7 @@ from nmrun.lab.runs import locks
 from nmrun.lab.sweeps import jobs
 from nmrun.lab.sweeps.sweeper import NMSweeper
 from nmrun.lab.train import checkpoint
-from nmrun.lab.words import command_line, experiment, schema
-from nmrun.lab.words.composition import composed, composing, jobs_of
+from nmrun.lab.words import command_line, experiment
 from nmrun.lab.words.identity import run_folder
 
 NOW = 1_000_000.0
@@ -283,12 +282,10 @@ def _sortable(job: dict[str, Any]) -> str:
 
 def test_each_job_has_a_command_that_asks_for_it_alone(tmp_path):
     words = ["recipe=dense,ste", "sparsity=dense,2:4", f"output_dir={tmp_path}"]
-    sweeps, _ = jobs.checked(words, multirun=True)
-    with composing():
-        for overrides, job in jobs_of(sweeps, None, {}):
-            alone = shlex.split(command_line.of_job(overrides))[1:]
-            jobs.checked(alone, multirun=False)  # a mistake would be told
-            assert run_folder(schema.check(composed(alone, {}))) == run_folder(schema.check(job))
+    for job in jobs.checked(words, multirun=True).jobs:
+        alone = shlex.split(command_line.of_job(job.words))[1:]
+        (asked,) = jobs.checked(alone, multirun=False).jobs
+        assert run_folder(asked.config) == run_folder(job.config)
 
 
 EXPERIMENT = """

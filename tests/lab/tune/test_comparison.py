@@ -64,7 +64,7 @@ def trials(place: Path = PLACE) -> dict[str, list[Trial]]:
 
 
 def cells_here() -> list[plan.TuningCell]:
-    return plan.cells(PLACE.absolute(), jobs.checked(SWEEP, multirun=True)[0], {})
+    return plan.cells(PLACE.absolute(), jobs.checked(SWEEP, multirun=True).jobs, {})
 
 
 @pytest.fixture(scope="module")

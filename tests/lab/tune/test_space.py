@@ -10,7 +10,7 @@ from hydra import compose
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.recipe_facts import recipe_facts
 from nmrun.lab.tune import plan
-from nmrun.lab.words import command_line, composition, schema
+from nmrun.lab.words import command_line, composition, precheck, schema
 from nmrun.lab.words.composition import composing
 from nmrun.ranges import among, between, log
 from nmrun.recipes import RECIPES
@@ -21,6 +21,10 @@ composition.register()
 def config(*words: str) -> schema.Config:
     with composing():
         return schema.check(compose("nmrun", list(words)))
+
+
+def jobs_of(sweeps: list[list[str]]) -> list[precheck.Job]:
+    return precheck.read(sweeps, multirun=True).jobs
 
 
 def test_a_recipe_is_tuned_over_the_learning_rate_and_what_its_class_declares():
@@ -103,14 +107,14 @@ def test_a_range_with_values_that_the_key_does_not_take_is_refused_before_a_tria
 ):
     space = plan.read_space([over])
     with pytest.raises(ConfigError, match=message):
-        plan.cells(tmp_path, [["recipe=dense"]], space)
+        plan.cells(tmp_path, jobs_of([["recipe=dense"]]), space)
 
 
 def test_values_that_are_one_run_are_one_value(tmp_path):
     """null is what is usual with the model; without weight decay it does not matter what decays."""
     words = ["recipe=dense", "model=gpt_tiny", "dataset=stdlib_text", "optimizer=adamw,adam"]
     space = plan.read_space(["optimizer.decay=null,all,matrices"])
-    adamw, adam = plan.cells(tmp_path, [words], space)
+    adamw, adam = plan.cells(tmp_path, jobs_of([words]), space)
     assert adamw.searched["optimizer.decay"].values == ("matrices", "all")
     assert {*adam.searched} == {"optimizer.lr"}
 
@@ -119,7 +123,7 @@ def test_a_key_that_matters_beside_a_value_of_another_is_searched(tmp_path):
     """A run without weight decay asks nobody what decays, one with 0.1 does."""
     words = ["recipe=dense", "optimizer=adamw", "optimizer.weight_decay=0"]
     over = ["optimizer.weight_decay=interval(0.01,0.1)", "optimizer.decay=all,matrices"]
-    (cell,) = plan.cells(tmp_path, [words], plan.read_space(over))
+    (cell,) = plan.cells(tmp_path, jobs_of([words]), plan.read_space(over))
     assert cell.searched["optimizer.decay"].values == ("all", "matrices")
 
 
@@ -137,7 +141,7 @@ def test_keys_of_ones_own_recipe_are_searched_though_no_config_says_them(tmp_pat
         "    other: float = 2.0\n"
     )
     words = command_line.own_recipe(["recipe._target_=declares.Declares"])
-    (cell,) = plan.cells(tmp_path, [words], plan.read_space(["recipe.other=1,2,3"]))
+    (cell,) = plan.cells(tmp_path, jobs_of([words]), plan.read_space(["recipe.other=1,2,3"]))
     assert cell.searched["recipe.strength"] == log(0.1, 10)
     assert cell.searched["recipe.other"] == among(1, 2, 3)
     assert cell.defaults["recipe.strength"] == 0.5
@@ -152,14 +156,14 @@ def test_keys_of_ones_own_recipe_are_searched_though_no_config_says_them(tmp_pat
 def test_a_key_that_changes_no_run_is_refused(over, tmp_path):
     space = plan.read_space([over])
     with pytest.raises(ConfigError, match=rf"^--over {over.partition('=')[0]}: its values change"):
-        plan.cells(tmp_path, [["recipe=dense"]], space)
+        plan.cells(tmp_path, jobs_of([["recipe=dense"]]), space)
 
 
 def test_cells_have_folders_of_their_own_whatever_the_punctuation(tmp_path):
     words = ["recipe=ste", 'model.exclude=["a-b"],["a:b"],["c"]']
-    folders = [cell.folder.name for cell in plan.cells(tmp_path, [words], {})]
+    folders = [cell.folder.name for cell in plan.cells(tmp_path, jobs_of([words]), {})]
     assert len({*folders}) == 3
-    alone = plan.cells(tmp_path, [["recipe=ste", 'model.exclude=["c"],["d"]']], {})
+    alone = plan.cells(tmp_path, jobs_of([["recipe=ste", 'model.exclude=["c"],["d"]']]), {})
     assert alone[0].folder.name == folders[2]
 
 

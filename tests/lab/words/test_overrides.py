@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 import torch
-from runs import result_of
+from runs import mistakes, result_of
 from safetensors.torch import load_file
 
 import nmrun.lab.sweeps.jobs  # noqa: F401  (registers the source of ratios)
@@ -60,7 +60,7 @@ GENERAL = {  # what cannot be guessed, or can be read and means nothing
 
 
 def checked(*words: str) -> schema.Config:
-    assert precheck.look(list(words), cache=COMPOSED).problems == []
+    assert mistakes(list(words), cache=COMPOSED) == []
     with composing():
         return schema.check(composed(words, COMPOSED))
 
@@ -72,25 +72,23 @@ def test_what_is_accepted_means_what_it_says(line):
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_what_hydra_refuses_is_shown_as_it_should_be(line):
-    (problem,) = precheck.look(shlex.split(line), cache=COMPOSED).problems
+    (problem,) = mistakes(shlex.split(line), cache=COMPOSED)
     message, _, shown = problem.partition("; write it as ")
     assert message.endswith("cannot be read as key=value")
     assert shlex.split(shown) == [REFUSED[line]]  # for a shell, too, it is one word
-    assert precheck.look(shlex.split(shown), cache=COMPOSED).problems == []
+    assert mistakes(shlex.split(shown), cache=COMPOSED) == []
 
 
 @pytest.mark.parametrize("line", GENERAL)
 def test_what_cannot_be_guessed_gets_the_rule(line):
-    (problem,) = precheck.look(shlex.split(line), cache=COMPOSED).problems
+    (problem,) = mistakes(shlex.split(line), cache=COMPOSED)
     assert GENERAL[line] in problem
     assert "\n" not in problem
 
 
 def test_the_rest_of_the_line_is_read_all_the_same():
     for ratios in ('{"layer3.*": "1:8"}', "{layer3.*: 1:8"):
-        problems = precheck.look(
-            shlex.split(f"sparsity.overrides={ratios} recipe=stpe seed=-1")
-        ).problems
+        problems = mistakes(shlex.split(f"sparsity.overrides={ratios} recipe=stpe seed=-1"))
         assert [line.partition("=")[0] for line in sorted(problems)] == [
             "recipe",
             "seed",
@@ -99,10 +97,10 @@ def test_the_rest_of_the_line_is_read_all_the_same():
 
 
 def test_a_sweep_over_ratios_by_layer():
-    findings = precheck.look(
-        ["sparsity.overrides={inner.0: 1:8},{inner.1: 1:8},null"], multirun=True
-    )
-    assert (findings.problems, findings.jobs) == ([], 3)
+    words = ["sparsity.overrides={inner.0: 1:8},{inner.1: 1:8},null"]
+    configs = [job.config for job in precheck.read([words], multirun=True).jobs]
+    expected = [{"inner.0": "1:8"}, {"inner.1": "1:8"}, None]
+    assert [config.sparsity.overrides for config in configs] == expected
 
 
 @pytest.mark.slow

@@ -4,16 +4,16 @@ folders and classes of one's own.
 
 from __future__ import annotations
 
-import copy
-import json
 from itertools import product
 from typing import Any
 
 import pytest
-from test_schema import composed
+from hydra import compose
+from runs import mistakes
 
-from nmrun.lab.words import command_line, precheck, rules, schema
-from nmrun.lab.words.composition import Cache, config_of
+from nmrun.errors import ConfigError
+from nmrun.lab.words import command_line, precheck, schema
+from nmrun.lab.words.composition import Cache, composing, config_of
 
 COMPOSED: Cache = {}  # as the sweeps of one command line share them
 
@@ -32,12 +32,10 @@ COMPOSED: Cache = {}  # as the sweeps of one command line share them
 )  # fmt: skip
 def test_a_command_line(line, starts):
     multirun, words = line.startswith("-m "), line.removeprefix("-m ").split()
-    findings = precheck.look(words, multirun, cache=COMPOSED)
-    assert len(findings.problems) == len(starts), findings.problems
-    assert all(
-        any(problem.startswith(start) for problem in findings.problems) for start in starts
-    ), findings.problems
-    assert all("\n" not in problem for problem in findings.problems)
+    problems = mistakes(words, multirun, cache=COMPOSED)
+    assert len(problems) == len(starts), problems
+    assert all(any(problem.startswith(start) for problem in problems) for start in starts), problems
+    assert all("\n" not in problem for problem in problems)
 
 
 @pytest.mark.parametrize(
@@ -49,59 +47,80 @@ def test_a_command_line(line, starts):
         {"debug": ["fast"], "trainer.log_every": ["2", "3"], "sparsity": ["1:4", "2:4"]},
     ],
 )
-def test_each_job_of_a_sweep_is_looked_at_as_hydra_composes_it(axes, monkeypatch):
-    seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        schema, "problems", lambda plain, unsure: seen.append(copy.deepcopy(plain)) or []
-    )
-    monkeypatch.setattr(rules, "refusals", lambda plain, here: [])
-    findings = precheck.look(
-        [f"{key}={','.join(values)}" for key, values in axes.items()], multirun=True
-    )
+def test_each_job_of_a_sweep_is_as_hydra_composes_it(axes):
+    words = [f"{key}={','.join(values)}" for key, values in axes.items()]
     jobs = [
         [f"{key}={value}" for key, value in zip(axes, job, strict=True)]
         for job in product(*axes.values())
     ]
-    expected = [composed(*[word.replace("2:4", "'2:4'") for word in job]) for job in jobs]
-    assert (findings.problems, findings.jobs) == ([], len(jobs))
-    assert sorted(json.dumps(one, sort_keys=True) for one in seen) == sorted(
-        json.dumps(one, sort_keys=True) for one in expected
-    )
+    once = command_line.each_once(jobs)
+    asked = precheck.read([words], multirun=True)
+    with composing():
+        assert [(job.words, job.config) for job in asked.jobs] == [
+            (words, schema.check(compose("nmrun", words))) for words in once
+        ]
 
 
-def test_a_folder_of_configs(tmp_path, monkeypatch):
+def test_a_key_may_refer_to_another_that_is_swept():
+    words = ["trainer.epochs=2,3", "trainer.log_every=${trainer.epochs}"]
+    jobs = precheck.read([words], multirun=True).jobs
+    assert [job.config.trainer.log_every for job in jobs] == [2, 3]
+
+
+def test_mistakes_of_all_sweeps_are_told_at_once():
+    with pytest.raises(ConfigError) as raised:
+        precheck.read([["seed=-1"], ["recipe=stpe"], ["seed=-1"]], multirun=True)
+    assert [problem.partition(":")[0] for problem in raised.value.problems] == [
+        "seed=-1",
+        "recipe=stpe",
+    ]
+
+
+def test_each_job_is_there_once(monkeypatch):
+    """Dense training has no ratio, and sweeps may share runs; a job is checked once."""
+    checked: list[Any] = []
+    check = schema.check
+    monkeypatch.setattr(schema, "check", lambda *args: checked.append(args) or check(*args))
+    ratios = ["recipe=dense,ste", "sparsity=1:4,2:4", "seed=0"]
+    asked = precheck.read([ratios, ["recipe=dense", "seed=0,1"]], multirun=True)
+    assert [job.words for job in asked.jobs] == [
+        ["recipe=dense", "seed=0"],
+        ["recipe=ste", "sparsity=1:4", "seed=0"],
+        ["recipe=ste", "sparsity=2:4", "seed=0"],
+        ["recipe=dense", "seed=1"],
+    ]
+    assert len(checked) == len(asked.jobs)
+
+
+def test_a_command_has_so_many_jobs_and_no_more():
+    (problem,) = mistakes(["seed=range(0,200)", "trainer.epochs=range(1,101)"], multirun=True)
+    assert "20,000" in problem
+
+
+def test_a_folder_of_configs(tmp_path):
     """A recipe's hyperparameters in a file of one's own, and an overlay that several groups and
     keys of the command line meet.
     """
     nowhere = tmp_path / "nowhere"
-    assert precheck.look([], config_dir=str(nowhere)).problems == [
-        f"--config-dir {nowhere}: no such folder"
-    ]
+    assert mistakes([], config_dir=str(nowhere)) == [f"--config-dir {nowhere}: no such folder"]
     for name, text in {
         "recipe/mine": "name: ste_periodic\ninterval: 3\ngradient: sts\n",
         "debug/slow": "# @package _global_\ndefaults:\n  - override /track: local\ntrainer:\n  epochs: 99\n  eval_every: 9\n",
     }.items():
         (tmp_path / name).parent.mkdir()
         (tmp_path / f"{name}.yaml").write_text(text)
-    (problem,) = precheck.look(["recipe=mine"], config_dir=str(tmp_path)).problems
+    (problem,) = mistakes(["recipe=mine"], config_dir=str(tmp_path))
     assert problem == "recipe.gradient=sts: it takes one of ste, masked; did you mean ste?"
-    seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        schema, "problems", lambda plain, unsure: seen.append(copy.deepcopy(plain)) or []
-    )
     (tmp_path / "recipe/tagged.yaml").write_text("name: !!python/object/apply:os.abort []\n")
-    (problem,) = precheck.look(["recipe=tagged"], config_dir=str(tmp_path)).problems
+    (problem,) = mistakes(["recipe=tagged"], config_dir=str(tmp_path))
     assert "os.abort" in problem
     assert "tagged.yaml" in problem
     assert "\n" not in problem
     words = ["debug=fast,slow", "track=wandb,local", "trainer.epochs=5,7"]
-    assert precheck.look(words, True, str(tmp_path)).problems == []
+    configs = [job.config for job in precheck.read([words], True, str(tmp_path)).jobs]
     runs = {
-        (
-            c["track"]["name"],
-            *(c["trainer"][key] for key in ("epochs", "eval_every", "limit_batches")),
-        )
-        for c in seen
+        (c.track.name, c.trainer.epochs, c.trainer.eval_every, c.trainer.limit_batches)
+        for c in configs
     }
     assert runs == {
         (track, epochs, *rest)
@@ -113,8 +132,8 @@ def test_a_folder_of_configs(tmp_path, monkeypatch):
 
 def test_a_class_of_ones_own_has_keys_of_its_own():
     words = command_line.own_recipe(["recipe._target_=runs.Mine", "recipe.strength=3", "seed=2"])
-    assert precheck.look(words).problems == []
-    (problem,) = precheck.look([*words, "optimizer.strength=3"]).problems
+    assert mistakes(words) == []
+    (problem,) = mistakes([*words, "optimizer.strength=3"])
     assert problem.startswith("optimizer.strength: no such key")
     assert command_line.own_recipe(["recipe=ste", "recipe.strength=3"]) == [
         "recipe=ste",
@@ -131,8 +150,8 @@ def test_a_preset_of_a_class_of_ones_own_takes_every_key_of_the_class(tmp_path):
         name: command_line.own_recipe([f"recipe={name}", "recipe.strength=3"], config_dir)
         for name in ("strong", "usual")
     }
-    assert precheck.look(words["strong"], config_dir=config_dir).problems == []
-    (problem,) = precheck.look(words["usual"], config_dir=config_dir).problems
+    assert mistakes(words["strong"], config_dir=config_dir) == []
+    (problem,) = mistakes(words["usual"], config_dir=config_dir)
     assert problem.startswith("recipe.strength: no such key")
 
 
@@ -166,15 +185,14 @@ def test_numbers_may_come_from_the_environment(tmp_path, monkeypatch):
     file = "defaults: [adam]\nname: adam\nlr: ${oc.env:RATE}\nweight_decay: ${oc.env:NONE,0.5}\n"
     (tmp_path / "optimizer" / "mine.yaml").write_text(file)
     words = ["seed=${oc.env:SEED}", "optimizer=mine", "track.notes=${oc.env:NOTE}"]
-    found = precheck.look(words, False, str(tmp_path))
-    assert (found.problems, found.seeds) == ([], {7})
+    assert mistakes(words, config_dir=str(tmp_path)) == []
     config = config_of(words, str(tmp_path))
     assert config.plain["seed"] == 7
     assert config.plain["optimizer"]["lr"] == 0.003
     assert config.plain["optimizer"]["weight_decay"] == 0.5
     assert config.plain["track"]["notes"] == "12"
     monkeypatch.setenv("SEED", "seven")
-    (line,) = precheck.look(words, False, str(tmp_path)).problems
+    (line,) = mistakes(words, config_dir=str(tmp_path))
     assert line.startswith("seed=seven: it takes")
 
 
@@ -184,5 +202,5 @@ def test_numbers_may_come_from_the_environment(tmp_path, monkeypatch):
 def test_hydra_s_cause_is_told(key, cause):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs submitit")
     words = ["seed=0,1", "hydra/launcher=submitit_local", f"hydra.launcher.{key}"]
-    (line,) = precheck.look(words, True).problems
+    (line,) = mistakes(words, True)
     assert cause in line

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.object_type import ObjectType
+from runs import mistakes
 
 from nmrun import recipes, registry
 from nmrun.lab.compare import notation
 from nmrun.lab.keys.fields import Field
 from nmrun.lab.keys.recipe_facts import of_class, recipe_facts
-from nmrun.lab.words import composition, precheck, schema
+from nmrun.lab.words import composition, schema
 
 composition.register()
 MINE = """
@@ -123,18 +124,18 @@ def test_a_recipe_is_a_file_and_its_name(added):
         "power": 2.0,
     }
     assert notation.written("mine") == "M-INE"
-    assert precheck.look(["recipe=mine", "sparsity=64:2:8"]).problems == []
-    (problem,) = precheck.look(["recipe=s_ste", "sparsity=64:2:8"]).problems
+    assert mistakes(["recipe=mine", "sparsity=64:2:8"]) == []
+    (problem,) = mistakes(["recipe=s_ste", "sparsity=64:2:8"])
     assert "mine" in problem
 
 
 def test_its_ranges_are_those_of_the_class(added):
     line = "recipe=mine recipe.dense=0.6 recipe.gradient=mask recipe.intervall=3"
-    problems = precheck.look(line.split()).problems
+    problems = mistakes(line.split())
     assert [problem.partition(":")[0] for problem in problems] == [
         "recipe.intervall",
         "recipe.dense=0.6",
         "recipe.gradient=mask",
     ]
-    (problem,) = precheck.look(["recipe=mien"]).problems
+    (problem,) = mistakes(["recipe=mien"])
     assert "did you mean mine?" in problem
