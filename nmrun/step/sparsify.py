@@ -212,11 +212,9 @@ def _unfit(optimizer: Any) -> str:
         return "evaluates its closure several times a step, and masks change once a step: use SGD or one of the Adam kind"
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         return "leaves the dense weights out of its state dict, and a resume would lose them: use fully_shard (FSDP2)"
-    if (
-        _has_several(optimizer)
-        and type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
-    ):
-        return "contains the optimizers that step, and saves their states by itself: call sparsify once for each of them"
+    inside = _optimizers_in(optimizer)
+    if inside and type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        return f"contains the optimizers that step (its {inside}), and saves their states by itself: call sparsify once for each of them"
     if "_optimizer_state_dict_pre_hooks" not in vars(optimizer):
         return "is not made by torch's constructor, so its steps cannot be followed: use its base optimizer alone"
     if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
@@ -226,15 +224,15 @@ def _unfit(optimizer: Any) -> str:
     return ""
 
 
-def _has_several(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has others, in a list or by name."""
-    lists = [v.values() if isinstance(v, dict) else v for v in vars(optimizer).values()]
-    return any(
-        isinstance(each, torch.optim.Optimizer)
-        for members in lists
-        if isinstance(members, list | tuple | ValuesView)
-        for each in members
-    )
+def _optimizers_in(optimizer: torch.optim.Optimizer) -> str:
+    """The attribute of an optimizer that has others, in a list or by name; empty if none has."""
+    for name, value in vars(optimizer).items():
+        members = value.values() if isinstance(value, dict) else value
+        if isinstance(members, list | tuple | ValuesView) and any(
+            isinstance(each, torch.optim.Optimizer) for each in members
+        ):
+            return name
+    return ""
 
 
 def _refuse_second(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

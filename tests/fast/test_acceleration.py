@@ -328,7 +328,7 @@ def test_why_layers_stay_dense() -> None:
     known = accelerate(handle, lambda: pytest.fail("no pass is needed"), why_not="it rains")
     assert acceleration.lines(known) == ["masks only, nothing is accelerated: it rains"]
     assert accelerate(handle, lambda: pytest.fail("nor here"), "off") == []
-    with pytest.raises(ConfigError, match="acceleration=fast: it takes auto, off, force, "):
+    with pytest.raises(ConfigError, match="acceleration=fast: it takes one of auto, off, force, "):
         accelerate(handle, passing(model), "fast")
 
 

@@ -155,7 +155,8 @@ def test_who_has_masks_of_its_own_keeps_them(recipe):
     assert list(optimizer.param_groups[0]["params"]) == list(model.parameters())
     assert len(optimizer.param_groups) == 1
     with pytest.raises(
-        ValueError, match="input_gradient='dense': it takes exact, transposable, double_prune, mvue"
+        ValueError,
+        match="input_gradient=dense: it takes one of exact, transposable, double_prune, mvue",
     ):
         nmrun.sparsify(model, optimizer, recipe, "2:4", 10, input_gradient="dense", exclude=None)
 

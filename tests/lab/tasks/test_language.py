@@ -338,7 +338,9 @@ def test_a_hugging_face_tokenizer_loses_nothing(tmp_path, monkeypatch):
         assert {split: bpe.decode(array.tolist()) for split, array in arrays.items()} == texts
         assert len(arrays["train"]) < len(texts["train"]) / 2
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"^dataset\.tokenizer=.*no tokenizer can be had[^\n]*$"):
+    with pytest.raises(
+        ConfigError, match=r"^dataset\.tokenizer=.*no tokenizer has that name[^\n]*$"
+    ):
         corpus.encode({"train": b"a"}, str(tmp_path))
 
 

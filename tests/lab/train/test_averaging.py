@@ -27,8 +27,8 @@ def test_the_final_weights_are_the_mean_of_the_last_epochs(tmp_path, monkeypatch
     def watched(self, *args, **kwargs):
         step(self, *args, **kwargs)
         if self.step % STEPS_AN_EPOCH == 0:
-            dense = {weight.name: weight.dense for weight in self.handle.sparse}
-            plain = dict(self.model.named_parameters())
+            dense = {weight.name: weight.dense for weight in self.parts.handle.sparse}
+            plain = dict(self.parts.model.named_parameters())
             seen.append({name: tensor.detach().clone() for name, tensor in (plain | dense).items()})
 
     monkeypatch.setattr(TrainingSteps, "train_step", watched)
