@@ -416,4 +416,6 @@ def test_a_run_with_a_network_and_a_recipe_of_ones_own(tmp_path, monkeypatch, ca
 
     (tmp_path / "mine").rename(tmp_path / "moved")
     assert verb("ratios", str(run.folder), "--yes") == 2
-    assert capsys.readouterr().err == f"nmrun: --config-dir {tmp_path / 'mine'}: no such folder\n"
+    err = capsys.readouterr().err
+    assert f"--config-dir {tmp_path / 'mine'}: no such folder" in err
+    assert err.count("\n") == 1
