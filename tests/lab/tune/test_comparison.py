@@ -464,7 +464,7 @@ def test_trials_leave_no_checkpoints(dense):
 )
 def test_what_is_searched_fits_the_runs(words, message):
     with pytest.raises(ConfigError, match=message):
-        main(["try", *words.split(), *TINY])
+        main(["try", *TINY, *words.split()])
 
 
 def test_settings_and_folders_of_any_value_are_tried(tmp_path, monkeypatch):

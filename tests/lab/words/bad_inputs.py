@@ -124,7 +124,7 @@ KEYS = {
     "recipe=sr_ste recipe.dcay=1e-4": "did you mean recipe.decay?",
     "recipe.frames=3": "frames belongs to recipe=sdgf_geometric",
     "decay=1e-4": "recipe.decay",
-    "switch=0.5": "did you mean recipe.switch?",
+    "switch=0.5": "switch belongs to recipe=step",
     "n=2": "sparsity=2:4",
     "m=4": "sparsity=2:4",
     "sparsity.N=2": "did you mean sparsity=2:4?",

@@ -116,7 +116,7 @@ def test_a_job_of_a_sweep_that_imports_such_a_schema(tmp_path, nmrun_cli):
     """The second job is composed after the first has imported it."""
     recipe = "from nmrun.recipes.ste import STE\n\n\nclass Mine(STE):\n    pass\n"
     (tmp_path / "mine.py").write_text(STORES + recipe)
-    words = [word for word in TINY if not word.startswith("trainer.epochs")]
+    words = [word for word in TINY if not word.startswith(("trainer.epochs", "recipe="))]
     process = nmrun_cli("-m", "recipe._target_=mine.Mine", *words, "trainer.epochs=1", "seed=0,1")
     assert process.returncode == 0, process.stderr
     assert "sweep of 2: 2 finished" in process.stdout
