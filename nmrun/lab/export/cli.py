@@ -14,6 +14,7 @@ from nmrun import atomic
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import consent
 from nmrun.lab.runs import locks
+from nmrun.lab.runs.run_folder import RESULT, RunFolder
 from nmrun.lab.verbs import Parser
 from nmrun.registry import find
 
@@ -64,6 +65,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.precision and options.format != "packed":
         raise ConfigError(f"--precision {options.precision} is for --format packed alone")
+    if not (options.run / RESULT).is_file():
+        RunFolder(options.run).demand(options.run)
     from nmrun.lab.export import finished_run  # torch
 
     try:

@@ -404,7 +404,7 @@ VERBS = {
     "export . --format nosuch --out x": "invalid choice",
     "export .": "--out",
     "export . --out x --precision int8": "--precision int8 is for --format packed alone",
-    "bench nosuch": "it takes one of",
+    "bench nosuch": "invalid choice",
     "bench": "WHAT",
     "bench train --rounds 0": "a whole number, 1 or more",
     "bench train --models resnet50": "invalid choice",
