@@ -411,7 +411,7 @@ VERBS = {
     "bench train --sparsity 4:2": "1 <= N <= M",
     "bench train --arms stpe": "did you mean step?",
     "bench train trainer.batchsize=32": "did you mean trainer.batch_size?",
-    "bench train --out file.txt/x": "--out file.txt/x",
+    "bench train --out file.txt/x": "file.txt/x: Not a directory",
     "bench train --out new trainer.epochs=0": "trainer.epochs",
     "bench infer --sparsity 4:2": "1 <= N <= M",
     "bench infer --models nosuch": "invalid choice",
