@@ -129,7 +129,7 @@ def test_commands_on_a_full_disk_end_in_a_line(command, small_disk, nmrun_cli):
     if command == "prune RUN":
         assert nmrun_cli("recipe=dense", *words[2:]).returncode == 0
         (run,) = (path.parent for path in small_disk.rglob("result.json"))
-        words = ["prune", str(run), "sparsity=2:4", "method=magnitude", "samples=32"]
+        words = ["prune", str(run), "sparsity=2:4", "method=magnitude", "samples=32", place]
     with contextlib.suppress(OSError):
         (small_disk / "others").write_bytes(bytes(2_000_000))
     process = nmrun_cli(*words)
