@@ -202,7 +202,7 @@ class Case(NamedTuple):
     rows: Callable[[dict[Any, list[float]], dict[Any, str]], list[Row]]
 
 
-class Comparison:
+class PairedRounds:
     """The measurement of a case, which can be read at any moment."""
 
     def __init__(self) -> None:
@@ -313,7 +313,7 @@ def run(name: str, benchmark: Benchmark, out: Path | None, command: str) -> None
     rows: list[Row] = []
     try:
         for case in benchmark.cases:
-            comparison = Comparison()
+            comparison = PairedRounds()
             try:
                 comparison.measure(case, benchmark.rounds, benchmark.clock)
             finally:

@@ -242,7 +242,7 @@ def test_infer_of_images_on_a_cpu(tmp_path: Path) -> None:
 
 def rows_of(*arms: infer.Arm) -> list[harness.Row]:
     """Of the smallest network, measured once."""
-    comparison = harness.Comparison()
+    comparison = harness.PairedRounds()
     case = infer.case("tiny", (1, 3), *infer.network("tiny", (1, 3)), arms)
     comparison.measure(case, 1, harness.Clock(CPU))
     return case.rows(comparison.times, comparison.wrong)
