@@ -136,7 +136,7 @@ def network(run: FinishedRun) -> tuple[nn.Module, Task]:
     consent.demand_consent(run.folder, run.result["config"], run.trusted)
     plain = run.result["config"]
     if plain["recipe"]["name"] in METHODS:  # no recipe, and no part of the network
-        plain = {**plain, "recipe": {"name": "ste"}}
+        plain = {**plain, "recipe": {"name": schema.STAND_IN}}
     config = schema.check(OmegaConf.create(plain))
     task = tasks.build(config, torch.device("cpu"))
     model = models.build(config.model.mapping(), task.inputs).cpu().eval()

@@ -27,7 +27,6 @@ from nmrun.ranges import whole
 SAMPLES = 128  # as in the papers
 DEFAULT = "sparsegpt"
 TRACK = "track=local"
-STAND_IN = "ste"  # a recipe without conditions, since a config must have one
 
 composition.register()
 
@@ -87,7 +86,7 @@ def _is_track(override: Override) -> bool:
 
 
 def _compose(overrides: list[Override], config_dir: str | None) -> Config:
-    words = [*(str(override.input_line) for override in overrides), f"recipe={STAND_IN}"]
+    words = [*(str(override.input_line) for override in overrides), f"recipe={schema.STAND_IN}"]
     config = precheck.read([words], config_dir=config_dir).jobs[0].config
     model = config.model
     loads = isinstance(model, OwnModel) or model.trained
@@ -110,7 +109,7 @@ def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
     # the folder may have been copied, so its output_dir need not exist here
     here = {"init": str(folder), "output_dir": Run.output_dir}
     plain: dict[str, Any] = {**result["config"], **here}
-    plain["recipe"] = {"name": STAND_IN}
+    plain["recipe"] = {"name": schema.STAND_IN}
     if plain["sparsity"]["n"] is None:
         plain["sparsity"] = {**plain["sparsity"], "n": 2, "m": 4}
     composed = OmegaConf.create(plain)

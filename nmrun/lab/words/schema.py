@@ -26,6 +26,8 @@ from nmrun.ranges import Check, value_text, wrong_values
 from nmrun.recipes import RECIPES, installed
 from nmrun.registry import no_such
 
+# a recipe without conditions: a config must have one, also where none trains
+STAND_IN = "ste"
 NO_SPARSITY = {**ratio(None), "overrides": None, "pad": False}
 RECIPE_CLASS = "package.Class, a subclass of nmrun.recipes.base.Recipe"
 
