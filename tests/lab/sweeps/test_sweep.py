@@ -595,6 +595,7 @@ def test_a_dry_sweep_says_which_runs_there_cannot_be(tmp_path, nmrun_cli):
     assert not list((tmp_path / "outputs").iterdir())
 
 
+@pytest.mark.slow
 def test_a_dry_sweep_goes_on_after_a_model_that_cannot_be_built(tmp_path, nmrun_cli):
     (tmp_path / "mine" / "model").mkdir(parents=True)
     own = "name: own\n_target_: own.build\ninclude: null\nexclude: null\n"

@@ -158,8 +158,9 @@ def test_killed_at_an_awkward_moment(owner, name, call, before, tmp_path):
     assert outcome(cfg) == left_alone(tmp_path, "step")
 
 
-@pytest.mark.parametrize("step", [5, 8])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("number", "step"), [(signal.SIGINT, 5), (signal.SIGTERM, 8), (signal.SIGUSR1, 5)]
+)
 def test_a_signal_saves_between_epochs_too(number, step, tmp_path):
     cfg = make(tmp_path, "step")
     with signal_after(step, number):
