@@ -43,8 +43,7 @@ from nmrun.lab.keys import recipe_table
 from nmrun.lab.keys.recipe_facts import of_class
 from nmrun.lab.show import formats
 from nmrun.lab.words import reference
-from nmrun.lab.words.advice import ADVICE, BEGIN_WITH
-from nmrun.lab.words.reference import Key, Option
+from nmrun.lab.words.reference import ADVICE, BEGIN_WITH, Key, Option
 from nmrun.recipes import RECIPES
 from nmrun.registry import imported
 
