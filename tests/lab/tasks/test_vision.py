@@ -527,6 +527,7 @@ ALL = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", ["image_folder", "imagenet"])
 def test_a_run_cut_off_ends_with_the_same_bits(dataset, tmp_path):
     make_folder(tmp_path / "data" / "some", (10, 12))

@@ -108,7 +108,14 @@ def test_killed_where_rows_are_further_apart(tmp_path, monkeypatch):
     assert outcome(cfg) == alone
 
 
-@pytest.mark.parametrize("recipe", KINDS)
+# at the level of sparsify all recipes are resumed by test_resume_state.py
+FAST = ("step", "lbc", "sqft", "bi_mask")
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in KINDS],
+)
 def test_checkpoints_within_an_epoch(recipe, tmp_path, monkeypatch, capsys):
     """One after each step loses no step to a kill, and changes no bit."""
     alone, cfg = left_alone(tmp_path, recipe), make(tmp_path, recipe)
