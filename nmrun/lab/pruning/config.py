@@ -22,7 +22,7 @@ from nmrun.lab.keys.models import OwnModel, Timm
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.words import command_line, composition, precheck, rules, schema, suggestions
 from nmrun.patterns import Pattern, PatternError
-from nmrun.ranges import whole
+from nmrun.ranges import check_values, whole
 
 SAMPLES = 128  # as in the papers
 DEFAULT = "sparsegpt"
@@ -59,8 +59,7 @@ def read_config(
         override.key_or_group: override.value() for override in overrides if _is_ours(override)
     }
     samples, method = settings.pop("samples", SAMPLES), str(settings.pop("method", DEFAULT))
-    if not whole(1).holds(samples):
-        raise ConfigError(f"samples={samples}: it takes {whole(1).allowed}")
+    check_values({"samples": whole(1)}, {"samples": samples})
     rest = [
         override for override in overrides if not _is_ours(override) and not _is_track(override)
     ]

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from nmrun.lab.signals import of_interrupt
 from nmrun.lab.words import command_line, hydra_internals, rules, schema, suggestions
 from nmrun.lab.words.composition import RATIO, Cache, composing, of_groups, plain_errors
 from nmrun.patterns import Pattern, PatternError
+from nmrun.ranges import Check, whole
 from nmrun.registry import no_such
 
 MOST_JOBS = 10_000  # of one command, since all are composed before the first one runs
@@ -40,19 +41,15 @@ EXTRAS = {
     **dict.fromkeys(("ray", "ray_aws"), "ray"),
 }
 # of Hydra's own keys those that it takes with any value, and then fails
-HYDRAS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    ("hydra.launcher.n_jobs", "1 or more, or -1 for all cores", lambda value: value != 0),
-    (
-        "hydra.sweeper.max_batch_size",
-        "1 or more, or null for all jobs at once",
-        lambda value: value is None or (type(value) is int and value > 0),
+HYDRAS = {
+    "hydra.launcher.n_jobs": Check("1 or more, or -1 for all cores", lambda value: value != 0),
+    "hydra.sweeper.max_batch_size": Check(
+        "1 or more, or null for all jobs at once", whole(1, optional=True).holds
     ),
-    (
-        "hydra.sweeper.params",
-        "values by key, such as {seed: '0,1'}",
-        lambda value: isinstance(value, dict | None),
+    "hydra.sweeper.params": Check(
+        "values by key, such as {seed: '0,1'}", lambda value: isinstance(value, dict | None)
     ),
-)
+}
 HERE = ("basic", "joblib", "submitit_local")  # launchers whose jobs run on this machine
 
 
@@ -341,9 +338,9 @@ def _launcher(overrides: Sequence[Override], loader: ConfigLoader) -> tuple[str,
             problems.append(f"{override.input_line}: runs go to output_dir=...; leave it out")
         if override.key_or_group == "hydra.mode":
             problems.append(f"{override.input_line}: nmrun -m is what makes a sweep; leave it out")
-        for key, takes, fits in HYDRAS:
-            if override.key_or_group == key and not fits(override.value()):
-                problems.append(f"{override.input_line}: it takes {takes}")
+        takes = HYDRAS.get(override.key_or_group)
+        if takes is not None and not takes.holds(override.value()):
+            problems.append(f"{override.input_line}: it takes {takes.allowed}")
         if override.key_or_group != LAUNCHER:
             continue
         name, installed = str(override.value()), loader.get_group_options(LAUNCHER)

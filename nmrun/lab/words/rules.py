@@ -304,17 +304,12 @@ def _no_files(dataset: dict[str, Any]) -> Iterator[str]:
         return
     from nmrun.lab.tasks import storage  # numpy
 
+    here = f"neither in {storage.data_folder()} (NMRUN_DATA) nor here"
     for key in kind.places:
         if dataset[key] is not None and not storage.path_of(dataset[key]).exists():
-            yield (
-                f"dataset.{key}={dataset[key]}: there is no such file or folder, neither in "
-                f"{storage.data_folder()} (NMRUN_DATA) nor here"
-            )
-    if kind.within and not storage.path_of(dataset["path"]).exists():
-        yield (
-            f"dataset.path={dataset['path']}: there is no such folder, neither in "
-            f"{storage.data_folder()} (NMRUN_DATA) nor here; it has {kind.within}"
-        )
+            yield f"dataset.{key}={dataset[key]}: there is no such file or folder, {here}"
+    if kind.within and not storage.path_of(path := dataset["path"]).exists():
+        yield f"dataset.path={path}: there is no such folder, {here}; it has {kind.within}"
 
 
 def _needs_gpu(trainer: dict[str, Any]) -> Iterator[str]:

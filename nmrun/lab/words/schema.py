@@ -143,7 +143,7 @@ def _decay(optimizer: Mapping[str, Any], model: Mapping[str, Any]) -> str:
 def _wrong_group(group: str, content: dict[str, Any], keys: Iterable[str]) -> dict[str, str]:
     """The problems of a group, such as unknown or missing keys, each with the key that is wrong."""
     if "_target_" in content and group in ("dataset", "model", "recipe"):
-        return _wrong_recipe(content) if group == "recipe" else _wrong_custom(group, content)
+        return _wrong_own(group, content)
     if group in UNNAMED:
         return wrong_keys(group, keys, content)
     name = content.get("name")
@@ -165,17 +165,14 @@ def _wrong_group(group: str, content: dict[str, Any], keys: Iterable[str]) -> di
     return wrong_keys(group, ("name", *keys), content)
 
 
-def _wrong_recipe(content: dict[str, Any]) -> dict[str, str]:
-    target, name = str(content["_target_"]), _recipe_name(content)
-    if not re.fullmatch(r"\w+(\.\w+)+", target):
-        return {f"recipe._target_={target}: it takes {RECIPE_CLASS}": "recipe._target_"}
-    return _wrong_name("recipe", name)
-
-
-def _wrong_custom(group: str, content: dict[str, Any]) -> dict[str, str]:
+def _wrong_own(group: str, content: dict[str, Any]) -> dict[str, str]:
+    """Likewise of something of the user's own."""
     target, errors = str(content["_target_"]), {}
     if not re.fullmatch(r"\w+(\.\w+)+", target):
-        errors[f"{group}._target_={target}: it takes package.function"] = f"{group}._target_"
+        takes = RECIPE_CLASS if group == "recipe" else "package.function"
+        errors[f"{group}._target_={target}: it takes {takes}"] = f"{group}._target_"
+    if group == "recipe":
+        return errors or _wrong_name(group, _recipe_name(content))
     if content.get("name") is None:
         line = f"{group}.name: missing; write name: NAME beside _target_: {target} in its file"
         return errors | {line: f"{group}.name"}
