@@ -19,7 +19,7 @@ from typing import Any
 from nmrun.errors import ConfigError, neutral, tell
 from nmrun.lab.folders import settings, sweep
 from nmrun.lab.output import aligned, span
-from nmrun.lab.runs import documents, locks, run_folder
+from nmrun.lab.runs import locks, run_folder
 from nmrun.lab.runs.run_folder import CHECKPOINT, CONFIG, METRICS, RESULT, RunFolder, RunFolders
 from nmrun.lab.verbs import Parser
 from nmrun.lab.words import command_line
@@ -35,13 +35,21 @@ FILES = {CONFIG, RESULT, CHECKPOINT}  # a run's folder has at least one of them
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run folder; ``step`` is the last in ``metrics.jsonl``."""
+    """The state of a run folder."""
 
     run: RunFolder
     state: str
     error: str | None = None
-    step: int | None = None
     command: str | None = None
+
+    @functools.cached_property
+    def position(self) -> run_folder.Position | None:
+        return run_folder.position_of(self.run.path, self.run.config.get("trainer", {}))
+
+    @property
+    def step(self) -> int | None:
+        """The last in ``metrics.jsonl`` of a run that has not finished."""
+        return self.position.step if self.position and self.state != "finished" else None
 
     @property
     def folder(self) -> str:
@@ -94,18 +102,10 @@ def _run(run: RunFolder) -> RunState:
     state = run.result.get("status", "damaged" if run.problem else "killed")
     if locks.is_locked(run.path):
         state = "running"
-    if state == "finished":
+    if state in ("finished", "running"):
         return RunState(run, state)
-    step = _step(run.path)
-    if state == "running":
-        return RunState(run, state, step=step)
     error = f"{RESULT}: {run.problem}" if run.problem else run.result.get("error")
-    return RunState(run, state, error, step, typed(command(run)))
-
-
-def _step(folder: Path) -> int | None:
-    rows = documents.newest_first(folder / METRICS)
-    return next((int(row["step"]) for row in rows if type(row.get("step")) is int), None)
+    return RunState(run, state, error, typed(command(run)))
 
 
 Command = tuple[str, str]  # the folder to change to first, empty for this one; and the command
@@ -208,8 +208,7 @@ def _row(run: RunState, named: Mapping[str, str], keys: Sequence[str]) -> dict[s
     row = {"state": run.state, "recipe": named.get("recipe", "")}
     row |= {"ratio": named.get("sparsity", ""), "seed": named.get("seed", "")}
     row |= {"epoch": "", "step": ""}
-    now = run_folder.position_of(folder, run.run.config.get("trainer", {}))
-    if now is not None:
+    if (now := run.position) is not None:
         if run.state != "finished":
             row |= {"epoch": now.epoch} if now.epoch else {"step": now.steps}
         name, _, value = now.validation.rpartition(" ")

@@ -94,8 +94,7 @@ def read(
     """
     if multirun and not all(sweeps):
         raise ConfigError("-m: it takes several values of a key, as in nmrun -m seed=0,1,2")
-    if config_dir is not None and not Path(config_dir).is_dir():
-        raise ConfigError(f"--config-dir {config_dir}: no such folder")
+    options.in_folder(config_dir)  # ConfigError where there is no such folder
     cache = {} if cache is None else cache
     problems: list[str] = []
     jobs: dict[tuple[str, ...], Job] = {}
