@@ -66,6 +66,17 @@ def _entry_points() -> Any:
     return entry_points()
 
 
+@functools.cache
+def version_of(package: str) -> str | None:
+    """The version of an installed package; None where there is none."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 # what values are called elsewhere
 ALSO = {
     "gpu": "cuda",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -12,6 +11,7 @@ from functools import partial
 from nmrun.errors import extra
 from nmrun.lab.output import quantity
 from nmrun.lab.verbs import Parser
+from nmrun.registry import version_of
 
 # inputs and outputs of the layers in the speed table
 SHAPES = (
@@ -21,13 +21,6 @@ SHAPES = (
 )
 TOKENS = 8192
 CPU_SHAPE, CPU_TOKENS = (1024, 4096), (1, 256)
-
-
-def installed_version() -> str:
-    try:
-        return importlib.metadata.version("nmrun")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed, read from its folder"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     )
     writable = os.access(".", os.W_OK)
     for name, value in [
-        ("nmrun", installed_version()),
+        ("nmrun", version_of("nmrun") or "not installed, read from its folder"),
         ("python", platform.python_version()),
         (
             "torch",

@@ -12,7 +12,6 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from nmrun.errors import ConfigError, extra, first_line
 from nmrun.kernels.compiler import processor_flags
 from nmrun.products.attention import slow_path
+from nmrun.registry import version_of
 
 Call = Callable[[Tensor], Tensor]
 FLOAT32, BF16, INT8 = "float32", "bf16", "int8"
@@ -33,11 +33,8 @@ def has_bf16() -> bool:
 
 def versions() -> dict[str, str]:
     """Of the packages that arms come from, where they are installed."""
-    numbers = {}
-    for name in ("openvino", "nncf"):
-        with contextlib.suppress(PackageNotFoundError):
-            numbers[name] = version(name)
-    return numbers
+    numbers = {name: version_of(name) for name in ("openvino", "nncf")}
+    return {name: number for name, number in numbers.items() if number}
 
 
 def cast(x: Tensor, precision: str) -> Tensor:

@@ -64,7 +64,7 @@ class OwnModel(Model):
 class SmallConv(Model):
     """3x3 convolutions with ReLU, max-pooled twice, and a linear head; no normalisation."""
 
-    builder: ClassVar[str] = "nmrun.lab.models.images.small_conv"
+    builder: ClassVar[str] = "nmrun.lab.models.images.SmallConvNetwork"
 
     channels: Annotated[
         Sequence[int], WIDTHS, "channels of the stem and the inner convolutions"

@@ -58,10 +58,6 @@ class SmallConvNetwork(nn.Module):
         return self.norms[index](x) if self.norms else x
 
 
-def small_conv(shape: tuple[int, ...], classes: int, channels: Sequence[int]) -> SmallConvNetwork:
-    return SmallConvNetwork(shape, classes, channels)
-
-
 def small_conv_bn(
     shape: tuple[int, ...], classes: int, channels: Sequence[int]
 ) -> SmallConvNetwork:

@@ -3,7 +3,6 @@ lines on the screen."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import platform
 import shlex
@@ -32,6 +31,7 @@ from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words import sources
 from nmrun.patterns import hold
+from nmrun.registry import version_of
 
 
 def write(
@@ -53,7 +53,7 @@ def write(
         described["precision"] = loop.parts.precision
     for path in sources.targets(config.plain).values():
         package = path.partition(".")[0]
-        if version := _version(package):
+        if version := version_of(package):
             described[package] = version
     result: dict[str, Any] = documents.strict(
         {
@@ -195,9 +195,9 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "commit": commit,
         "dirty": dirty,
-        "nmrun": _version("nmrun"),
+        "nmrun": version_of("nmrun"),
         "python": platform.python_version(),
-        **{package: _version(package) for package in PACKAGES},
+        **{package: version_of(package) for package in PACKAGES},
         "device": torch.cuda.get_device_name(device)
         if device.type == "cuda"
         else f"cpu ({_processor()})",
@@ -205,14 +205,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         "ranks": ranks.world(),
         "command": shlex.join(["nmrun", *sys.argv[1:]]),
     }
-
-
-@cache
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @cache
