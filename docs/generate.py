@@ -6,10 +6,12 @@ between ``<!-- KIND: COMMAND -->`` and ``<!-- end -->``. KIND is one of
 
 - ``advice``, which recipe to take;
 - ``table``, the first table that a command prints; ``differences``, the last one with its caption;
+- ``say``, a sentence whose figures are of a command's table (``SENTENCE = COMMAND; ...``);
 - ``findings``, the best recipes and what differs from the baseline; ``losses``, how often dense
-  training is better; ``leads``, what is better than the baseline in most cells;
+  training is better;
 - ``verdicts``, whether the papers' claims hold, a column a command (``NAME = COMMAND; ...``; after
   the name ``(exploratory)`` if the column decides nothing, ``(exploratory: ROW)`` for one row);
+- ``held_out``, what choosing by the other tasks' runs gains in each task;
 - ``settings``, what the trials beside the command's runs chose;
 - ``commands``, those of the page.
 
@@ -24,19 +26,21 @@ import contextlib
 import csv
 import inspect
 import io
+import itertools
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from nmrun import ranges
 from nmrun.lab import cli
-from nmrun.lab.compare.notation import interval, named
+from nmrun.lab.compare.notation import interval, named, printed, scale, signed
 from nmrun.lab.compare.notation import written as in_papers
 from nmrun.lab.compare.statistics import paired, summarise
 from nmrun.lab.keys import recipe_table
@@ -63,8 +67,9 @@ CLAIMS = {  # of a recipe, and where its row should stand to SR-STE
     "sdgf_stepwise": ("masks that grow sparser in steps train better (SdGf)", "ahead"),
     "asp": ("pruning once and training on is enough (ASP)", "ahead"),
 }
-VERDICTS = "**holds**", "does not hold", "not decided"
+VERDICTS = "**holds**", "**fails**", "undecided"
 PLACES = "ahead", "behind", "not told apart"  # of an exploratory test, which decides no claim
+FIGURE = re.compile(r"\{(\w+)((?: [^ }]+)*)\}")  # of a sentence: what it says, and of which cell
 HEAD = """# {title}
 
 <!-- Written by docs/generate.py from nmrun/lab/keys/, nmrun/papers/ and nmrun/recipes/. -->
@@ -360,19 +365,55 @@ def _reference(command: str) -> str:
     return in_papers(_baseline(command)).replace("dense", "dense training")
 
 
+def _say(text: str) -> list[str]:
+    """A sentence with the figures of its tables, one command for each or one for all. A figure is
+    named by what the sentence says there and by the labels of its cell: ``{ahead ste 1:8}``.
+    Fails if the table does not say so.
+    """
+    sentence, _, rest = text.partition(" = nmrun ")
+    commands = f"nmrun {rest}".split("; ")
+    asked = FIGURE.findall(sentence)
+    commands *= len(asked) if len(commands) == 1 else 1
+    for (word, labels), command in zip(asked, commands, strict=True):
+        said = _figure(word, labels.split(), command)
+        if said is None:
+            raise SystemExit(f"no longer true: {sentence}\n  {word}{labels}: {command}")
+        sentence = FIGURE.sub(said.replace("\\", ""), sentence, count=1)
+    return [f"- {sentence}"]
+
+
+def _figure(word: str, labels: list[str], command: str) -> str | None:
+    """The figure of a cell: how far it is significantly ``ahead`` of the baseline or ``behind`` it,
+    the least difference that an ``undecided`` test could have found, its ``mean``, or how many
+    ``times`` the baseline's mean it is. None where that is not so.
+    """
+    found = _cells(command)
+    texts = found.astype(str)
+    here = found[[{*labels} <= {*row} for row in texts.itertuples(index=False)]]
+    if len(here) != 1:
+        raise SystemExit(f"{len(here)} cells are {' '.join(labels)}: {command}")
+    cell = here.iloc[0]
+    metric = cell.get("metric", "deviations")
+    if word == "mean":
+        return _rounded(cell["mean"], metric)
+    if word == "times":
+        return f"{cell['mean'] / (cell['mean'] - cell.difference):.2f}"
+    if word == "undecided":
+        return None if cell.ahead or cell.behind else _rounded(cell.least, metric)
+    return _rounded(abs(cell.difference), metric) if cell[word] else None
+
+
+def _rounded(size: float, metric: str) -> str:
+    """With one digit after the point, or with two significant ones below 1."""
+    return printed(size, metric, 1) if scale(metric) == 100 or size >= 1 else f"{size:.2g}"
+
+
 def _losses(command: str) -> list[str]:
     """How many recipes dense training is significantly ahead of, by ratio."""
     found = _cells(f"{command} --baseline dense")
     found = found[found.difference.notna()]
     shown = _counted(found, found.behind)
     return [f"- **Recipes significantly worse than dense training (exploratory):** {shown}."]
-
-
-def _leads(command: str) -> list[str]:
-    """Which rows are better than the baseline in most cells; of a table over all cells."""
-    found = _cells(command)
-    names = _listed([*found.name[found.better > found.cells / 2]]) or "no recipe"
-    return [f"- **Ahead of {_reference(command)} in most cells:** {names}."]
 
 
 def _verdicts(commands: str) -> list[str]:
@@ -386,6 +427,59 @@ def _verdicts(commands: str) -> list[str]:
         if any(recipe in column for column in verdicts.values())
     ]
     return _markdown(["claim", "row", *verdicts], rows)
+
+
+def _held_out(commands: str) -> list[str]:
+    """What a choice of recipe gains over always taking SR-STE, in deviations of a run, by task. Three
+    seeds choose and the others judge, for every choice of three: those of the task itself, a
+    recipe for each ratio; or those of the tasks with other data, one recipe for all ratios.
+    """
+    tasks = {name: _gains(command) for name, _, command in _parts(commands)}
+    lines, lost = [], []
+    for name, (data, gains) in tasks.items():
+        others = [other for of, other in tasks.values() if of != data]
+        known, new, named_by_others = [], [], []
+        for three in itertools.combinations(gains.index.unique("seed"), 3):
+            chosen = {task: _over(mine, three) for task, mine in enumerate(others)}
+            best = pd.DataFrame({task: rows.mean() for task, rows in chosen.items()}).mean(
+                axis=1, skipna=False  # of the recipes that all of them have
+            )
+            judged = _over(gains.drop(list(three), level="seed"))
+            own = _over(gains, three).idxmax(axis=1)
+            known.append(np.mean([judged.at[ratio, recipe] for ratio, recipe in own.items()]))
+            new.append(judged[best.idxmax()].mean())
+            named_by_others.append(in_papers(best.idxmax()))
+        means = [float(np.mean(values)) for values in (known, new)]
+        if means[1] < -1:
+            lost.append(name)
+        figures = [signed(mean, "deviations", 1) for mean in means]
+        lines.append([name, *figures, _listed(sorted({*named_by_others}))])
+    where = f"In {_listed(lost)} the other tasks' choice" if lost else "In no task that choice"
+    head = ["task", "its own runs choose", "the other tasks choose", "what they name"]
+    return [*_markdown(head, lines), "", f"{where} loses more than a deviation of a run."]
+
+
+def _gains(command: str) -> tuple[str, pd.DataFrame]:
+    """The data set of a table, and how far each recipe is ahead of SR-STE by ratio and seed, in the
+    median deviation of the column's recipes. A failed seed counts as the column's worst other run.
+    """
+    found = _cells(command)
+    sign = -1 if found.metric.iloc[0].endswith("perplexity") else 1
+    columns = {}
+    for ratio, cells in found.groupby("sparsity", sort=False):
+        seeds = [map(int, str(cell).split()) for cell in cells.seeds]
+        values = [map(float, str(cell).split()) for cell in cells["values"]]
+        runs = [dict(zip(*some, strict=True)) for some in zip(seeds, values, strict=True)]
+        column = sign * pd.DataFrame(dict(zip(cells.recipe, map(pd.Series, runs), strict=True)))
+        column = column.fillna(column.min(axis=None))
+        columns[ratio] = column.sub(column.sr_ste, axis=0) / cells.sd.median()
+    return found.dataset.iloc[0], pd.concat(columns, names=["ratio", "seed"])
+
+
+def _over(gains: pd.DataFrame, seeds: Sequence[int] | None = None) -> pd.DataFrame:
+    """Means by ratio over seeds, over all for None."""
+    some = gains if seeds is None else gains[gains.index.isin(seeds, level="seed")]
+    return some.groupby(level="ratio", sort=False).mean()
 
 
 def _parts(commands: str) -> Iterator[tuple[str, list[str], str]]:
@@ -409,25 +503,34 @@ def _csv(file: str) -> list[str]:
 
 
 def _verdicts_of(command: str, exploratory: list[str]) -> dict[str, str]:
-    """By recipe, whether its claim holds in a table of one column of differences, and the figure
-    there. Of exploratory ones only whether they are ahead or behind: they decide no claim. Of a
-    recipe with several rows the first counts: as published.
+    """By recipe, whether its claim holds over the cells of a task, and by how many deviations it is
+    ahead; of one that is not decided the least that could have been found. Of exploratory tests
+    only the place: they decide no claim. Of a recipe with several rows the first counts.
     """
     found = _cells(command).drop_duplicates("recipe").set_index("recipe")
-    table = [line.strip("| ").split("|") for line in _printed(command)[-1].splitlines()]
-    figures: dict[str, str] = {}
-    for cells in table:
-        figures.setdefault(cells[0].strip(), cells[-1].strip().partition(" p")[0])
     verdicts = {}
     for recipe, (_, side) in CLAIMS.items():
-        if recipe in found.index:
-            row, words = found.loc[recipe], VERDICTS
-            if recipe in exploratory:
-                side, words = "ahead", PLACES
-            word = words[0 if row[side] else 1 if row.ahead or row.behind else 2]
-            late = _late(command) if recipe == "step" else ""
-            verdicts[recipe] = f"{word}: {figures[recipe]}{late}"
+        if recipe not in found.index:
+            continue
+        row, words = found.loc[recipe], VERDICTS
+        if recipe in exploratory:
+            side, words = "ahead", PLACES
+        word = words[0 if row[side] else 1 if row.ahead or row.behind else 2]
+        figure = signed(round(row.difference, 1), "deviations", 1)
+        if recipe == "step" and not _decided(command):
+            verdicts[recipe] = f"*not in its regime*: {figure}"
+        elif row.ahead or row.behind:
+            verdicts[recipe] = f"{word}: {figure}"
+        else:
+            verdicts[recipe] = f"{word}, {figure} of {row.least:.1f}"
     return verdicts
+
+
+def _decided(command: str) -> bool:
+    """Whether a rule of STEP's decided the switch in any run of the files of a command."""
+    files = [DOCS.parent / word for word in shlex.split(command) if word.endswith(".csv")]
+    runs = (pd.read_csv(file, low_memory=False) for file in files)
+    return any((some.get("switched_by", pd.Series()) == "rule").any() for some in runs)
 
 
 def _late(command: str) -> str:
@@ -573,11 +676,12 @@ BLOCKS = {
     "advice": _advice,
     "table": _table,
     "differences": _differences,
+    "say": _say,
     "findings": _findings,
     "losses": _losses,
-    "leads": _leads,
     "settings": _settings,
     "verdicts": _verdicts,
+    "held_out": _held_out,
     "lines": _lines,
     "contrast": _contrast,
     "csv": _csv,
