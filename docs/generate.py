@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import csv
 import inspect
 import io
 import itertools
@@ -31,6 +30,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -60,12 +60,12 @@ PICTURE = re.compile(r"<!-- picture: (.*?) -->")
 KEY = re.compile(r"recipe|[a-z]+\.\w+")  # what heads a column of row labels
 RECIPE_OF_PAGE = re.compile(r"^`recipe=(\w+)`", re.M)
 CLAIMS = {  # of a recipe, and where its row should stand to SR-STE
-    "ste": ("a decay of the pruned weights helps (SR-STE; STE has none)", "behind"),
-    "step": ("a dense start and a frozen second moment help under Adam (STEP)", "ahead"),
-    "s_ste": ("a continuous forward pass trains better (S-STE)", "ahead"),
-    "mdgf_exponential": ("masks that fade in train better (MdGf)", "ahead"),
-    "sdgf_stepwise": ("masks that grow sparser in steps train better (SdGf)", "ahead"),
-    "asp": ("pruning once and training on is enough (ASP)", "ahead"),
+    "ste": ("SR-STE: a decay of the pruned weights helps", "behind"),
+    "step": ("STEP: a dense start and a frozen second moment help", "ahead"),
+    "s_ste": ("S-STE: a continuous forward pass trains better", "ahead"),
+    "mdgf_exponential": ("MdGf: masks that fade in train better", "ahead"),
+    "sdgf_stepwise": ("SdGf: masks that grow sparser in steps train better", "ahead"),
+    "asp": ("ASP: pruning once and training on is enough", "ahead"),
 }
 VERDICTS = "**holds**", "**fails**", "undecided"
 PLACES = "ahead", "behind", "not told apart"  # of an exploratory test, which decides no claim
@@ -303,7 +303,9 @@ def _cells(command: str) -> pd.DataFrame:
     ratio, and whether they are significantly ``ahead`` of the baseline or ``behind`` it.
     """
     text = "\n\n".join(_printed(f"{command} --format csv"))
-    found = pd.read_csv(io.StringIO(text), keep_default_na=False, na_values=[""])
+    head = text.partition("\n")[0].split(",")
+    words = dict.fromkeys(head[: _first(head)], str)
+    found = pd.read_csv(io.StringIO(text), dtype=words, keep_default_na=False, na_values=[""])
     found = found[found.recipe != "dense"]
     if "--overall" in command:
         found = found[found.dataset == "all cells"].assign(at="over all cells")
@@ -327,8 +329,12 @@ def _cells(command: str) -> pd.DataFrame:
 def _labels(found: pd.DataFrame) -> list[str]:
     """What tells a table's rows apart beside the recipe."""
     others = ("dataset", "model", "recipe", "sparsity")
-    first = [*found].index("cells" if "cells" in found else "metric")
-    return [key for key in [*found][:first] if key not in others]
+    return [key for key in [*found][: _first([*found])] if key not in others]
+
+
+def _first(head: list[str]) -> int:
+    """Where the figures of a table begin."""
+    return head.index("cells" if "cells" in head else "metric")
 
 
 def _findings(part: str) -> list[str]:
@@ -388,8 +394,8 @@ def _figure(word: str, labels: list[str], command: str) -> str | None:
     ``times`` the baseline's mean it is. None where that is not so.
     """
     found = _cells(command)
-    texts = found.astype(str)
-    here = found[[{*labels} <= {*row} for row in texts.itertuples(index=False)]]
+    places = found.iloc[:, : _first([*found])]
+    here = found[[Counter(labels) <= Counter(row) for row in places.itertuples(index=False)]]
     if len(here) != 1:
         raise SystemExit(f"{len(here)} cells are {' '.join(labels)}: {command}")
     cell = here.iloc[0]
@@ -417,16 +423,18 @@ def _losses(command: str) -> list[str]:
 
 
 def _verdicts(commands: str) -> list[str]:
-    """What tables against SR-STE say of each paper's claim, a column a table."""
-    verdicts = {
-        name: _verdicts_of(command, exploratory) for name, exploratory, command in _parts(commands)
-    }
+    """What tables against SR-STE say of each paper's claim, a column a task. Tests that decide
+    nothing are in italics.
+    """
+    columns: dict[str, dict[str, str]] = {}
+    for name, exploratory, command in _parts(commands):
+        columns.setdefault(name, {}).update(_verdicts_of(command, exploratory))
     rows = [
-        [f"{claim} | `{recipe}`", *(column.get(recipe, "-") for column in verdicts.values())]
+        [claim, *(column.get(recipe, "-") for column in columns.values())]
         for recipe, (claim, _) in CLAIMS.items()
-        if any(recipe in column for column in verdicts.values())
+        if any(recipe in column for column in columns.values())
     ]
-    return _markdown(["claim", "row", *verdicts], rows)
+    return _markdown(["claim", *columns], rows)
 
 
 def _held_out(commands: str) -> list[str]:
@@ -495,34 +503,26 @@ def _markdown(head: list[str], lines: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines)]
 
 
-def _csv(file: str) -> list[str]:
-    """A file of few lines as it is."""
-    with (DOCS.parent / file).open(encoding="utf-8", newline="") as text:
-        head, *lines = csv.reader(text)
-    return _markdown(head, lines)
-
-
 def _verdicts_of(command: str, exploratory: list[str]) -> dict[str, str]:
-    """By recipe, whether its claim holds over the cells of a task, and by how many deviations it is
-    ahead; of one that is not decided the least that could have been found. Of exploratory tests
-    only the place: they decide no claim. Of a recipe with several rows the first counts.
+    """By recipe, whether its claim holds over the cells of a task, and by how many deviations of a
+    run; of one that is not decided the least that could have been found. Of a recipe with several
+    rows the first counts.
     """
     found = _cells(command).drop_duplicates("recipe").set_index("recipe")
     verdicts = {}
     for recipe, (_, side) in CLAIMS.items():
         if recipe not in found.index:
             continue
-        row, words = found.loc[recipe], VERDICTS
-        if recipe in exploratory:
-            side, words = "ahead", PLACES
-        word = words[0 if row[side] else 1 if row.ahead or row.behind else 2]
-        figure = signed(round(row.difference, 1), "deviations", 1)
+        row = found.loc[recipe]
+        mark = "*" if recipe in exploratory else "**"
+        for_it = signed(row.difference * (1 if side == "ahead" else -1), "deviations", 1)
         if recipe == "step" and not _decided(command):
-            verdicts[recipe] = f"*not in its regime*: {figure}"
+            verdicts[recipe] = "not in its regime"
         elif row.ahead or row.behind:
-            verdicts[recipe] = f"{word}: {figure}"
+            verdicts[recipe] = f"{mark}{'holds' if row[side] else 'fails'}{mark} {for_it}"
         else:
-            verdicts[recipe] = f"{word}, {figure} of {row.least:.1f}"
+            undecided = "*undecided*" if recipe in exploratory else "undecided"
+            verdicts[recipe] = f"{undecided} ({row.least:.1f})"
     return verdicts
 
 
@@ -558,6 +558,8 @@ def _lines(text: str) -> list[str]:
             keys = zip(places[1:labels], row[1:labels], strict=True)
             own = [named(key, value) for key, value in keys if value != "null"]
             for place, figure in zip(places[labels:], row[labels:], strict=True):
+                if figure == "-":  # was not run
+                    continue
                 worse = figure.startswith("\N{MINUS SIGN}") == more_is_better
                 word = words[2 if "*" not in figure else 1 if worse else 0]
                 found = f"{word}: {figure.partition(' p')[0]}{_late(command)}"
@@ -684,7 +686,6 @@ BLOCKS = {
     "held_out": _held_out,
     "lines": _lines,
     "contrast": _contrast,
-    "csv": _csv,
     "commands": _commands,
 }
 
