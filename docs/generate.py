@@ -450,7 +450,8 @@ def _held_out(commands: str) -> list[str]:
         for three in itertools.combinations(gains.index.unique("seed"), 3):
             chosen = {task: _over(mine, three) for task, mine in enumerate(others)}
             best = pd.DataFrame({task: rows.mean() for task, rows in chosen.items()}).mean(
-                axis=1, skipna=False  # of the recipes that all of them have
+                axis=1,
+                skipna=False,  # of the recipes that all of them have
             )
             judged = _over(gains.drop(list(three), level="seed"))
             own = _over(gains, three).idxmax(axis=1)
