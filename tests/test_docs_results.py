@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import matplotlib
+import measured
 import pandas as pd
 import pytest
 import torch
@@ -46,11 +47,6 @@ def script(path: str) -> ModuleType:
     sys.modules[Path(path).stem] = module  # dataclasses look there
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(scope="module")
-def generate() -> ModuleType:
-    return script("generate.py")
 
 
 def accuracies(path: Path, lines: list[str]) -> Path:
@@ -88,19 +84,19 @@ def test_the_commands_of_a_page_make_its_runs(page):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_is_what_the_generator_makes_of_its_runs(page, generate):
+def test_a_page_is_what_the_generator_makes_of_its_runs(page):
     """If not: ``python docs/generate.py``."""
     path = RESULTS / f"{page}.md"
-    assert path in generate.results()
-    assert generate.result(path) == path.read_text()
+    assert path in measured.results()
+    assert measured.result(path) == path.read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
-def test_its_picture_is_that_of_the_runs(page, generate, tmp_path, monkeypatch):
+def test_its_picture_is_that_of_the_runs(page, tmp_path, monkeypatch):
     """If not: ``python docs/generate.py pictures``."""
     monkeypatch.chdir(ROOT)
-    for command in generate.PICTURE.findall((RESULTS / f"{page}.md").read_text()):
+    for command in measured.PICTURE.findall((RESULTS / f"{page}.md").read_text()):
         *words, out = shlex.split(command)
         drawn = tmp_path / Path(out).name  # the name is in the picture
         assert verb(*words[1:], str(drawn)) == 0
@@ -110,7 +106,7 @@ def test_its_picture_is_that_of_the_runs(page, generate, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_block_is_made_anew(generate, tmp_path):
+def test_a_block_is_made_anew(tmp_path):
     """Of a known comparison: A is above the baseline at both ratios, B below it at one, by far."""
     means = {
         ("dense", "dense"): 0.9,
@@ -131,7 +127,7 @@ def test_a_block_is_made_anew(generate, tmp_path):
         f"<!-- losses: {command} -->\n<!-- end -->\n\n"
         f"<!-- differences: {command} -->\n<!-- end -->\n\n<!-- commands -->\n<!-- end -->\n"
     )
-    text = generate.result(page)
+    text = measured.result(page)
     items = re.findall(r"^- (.*)$", text, re.M)
     best, better, worse, lost = re.findall(r":(?:\*\*)? (.*?)\.(?= |$)", "\n".join(items), re.M)
     assert best == better == "S-STE at every ratio"
@@ -144,15 +140,15 @@ def test_a_block_is_made_anew(generate, tmp_path):
     marked = tmp_path / "marked.md"
     part = f"differences (exploratory: s_ste) = {command}"
     marked.write_text(f"<!-- findings: {part} -->\n<!-- end -->\n")
-    assert " Worse: STE at 1:8. Better, exploratory: S-STE at every ratio." in generate.result(
+    assert " Worse: STE at 1:8. Better, exploratory: S-STE at every ratio." in measured.result(
         marked
     )
     page.write_text(text)
-    assert generate.result(page) == text
+    assert measured.result(page) == text
 
 
 @pytest.mark.slow
-def test_verdicts_are_for_the_claim_and_apart_where_they_decide_nothing(generate, tmp_path):
+def test_verdicts_are_for_the_claim_and_apart_where_they_decide_nothing(tmp_path):
     """Of a known comparison: S-STE is far ahead of SR-STE and STE far behind it, which is what both
     claims say; ASP is far behind, MdGf's mean is SR-STE's. Nothing decided STEP's switch.
     """
@@ -173,7 +169,7 @@ def test_verdicts_are_for_the_claim_and_apart_where_they_decide_nothing(generate
     runs = accuracies(tmp_path / "runs.csv", lines)
     command = f"nmrun table {runs} --baseline sr_ste --overall"
     parts = f"all = {command}; two (exploratory: s_ste, asp) = {command}"
-    head, _, *rows = lines_of(generate, tmp_path / "page.md", f"verdicts: {parts}")
+    head, _, *rows = lines_of(tmp_path / "page.md", f"verdicts: {parts}")
     assert head == ["claim", "all", "two"]
     found = {claim.partition(":")[0]: cells for claim, *cells in rows}
     shown = {name: [cell.partition(" ")[0] for cell in cells] for name, cells in found.items()}
@@ -190,9 +186,7 @@ def test_verdicts_are_for_the_claim_and_apart_where_they_decide_nothing(generate
     assert sizes["ASP"] == pytest.approx(-2 * sizes["S-STE"], abs=0.11)
 
 
-def test_a_sentence_has_the_figures_of_its_tables_and_is_refused_if_they_say_otherwise(
-    generate, tmp_path
-):
+def test_a_sentence_has_the_figures_of_its_tables_and_is_refused_if_they_say_otherwise(tmp_path):
     command = (
         f"nmrun table {RESULTS}/step_long.csv --rows recipe,recipe.switch --filter sparsity=1:8 "
     )
@@ -208,11 +202,11 @@ def test_a_sentence_has_the_figures_of_its_tables_and_is_refused_if_they_say_oth
     gap = 100 * (step["test/accuracy"] - other["test/accuracy"])
     times = step["flops/training_hardware"] / other["flops/training_hardware"]
     mean = 100 * step["test/accuracy"]
-    assert generate._say(text) == [f"- It leads by {gap:.1f} points, at {mean:.1f} %."]
-    assert generate._say(cost) == [f"- For {times:.2f} times as much."]
+    assert measured._say(text) == [f"- It leads by {gap:.1f} points, at {mean:.1f} %."]
+    assert measured._say(cost) == [f"- For {times:.2f} times as much."]
     for word in ("behind", "undecided"):
         with pytest.raises(SystemExit, match="no longer true"):
-            generate._say(f"It is {{{word} step 0.5}} points. = {command}")
+            measured._say(f"It is {{{word} step 0.5}} points. = {command}")
 
 
 def gains(file: str, optimizer: str) -> pd.DataFrame:
@@ -236,10 +230,10 @@ def gains(file: str, optimizer: str) -> pd.DataFrame:
 
 
 @pytest.mark.slow
-def test_a_choice_is_judged_by_other_seeds_and_other_tasks(generate, tmp_path):
+def test_a_choice_is_judged_by_other_seeds_and_other_tasks(tmp_path):
     text = (RESULTS / "claims.md").read_text()
     block = re.search(r"<!-- (held_out: .*?) -->", text)[1]
-    _, _, *lines = lines_of(generate, tmp_path / "page.md", block)
+    _, _, *lines = lines_of(tmp_path / "page.md", block)
     tasks = [
         ("images", "adam"), ("images", "sgd"), ("language", "adam"),
         ("wikitext", "adam"), ("translation", "adam"), ("finetuning", "adamw"),
@@ -269,14 +263,14 @@ def test_a_choice_is_judged_by_other_seeds_and_other_tasks(generate, tmp_path):
     assert said == " and ".join(lost)
 
 
-def lines_of(generate: ModuleType, page: Path, block: str) -> list[list[str]]:
+def lines_of(page: Path, block: str) -> list[list[str]]:
     """The cells of a block's table, line by line."""
     page.write_text(f"<!-- {block} -->\n<!-- end -->\n")
-    table = [line for line in generate.result(page).splitlines() if line.startswith("|")]
+    table = [line for line in measured.result(page).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
 
 
-def test_what_freezing_gains_has_its_side(generate, tmp_path):
+def test_what_freezing_gains_has_its_side(tmp_path):
     """More accuracy is better and less perplexity; a difference without a star decides nothing."""
     rows, at = "--rows recipe.second_moment --filter recipe=step", "recipe.lr_factor=1.0"
     tables = {
@@ -285,7 +279,7 @@ def test_what_freezing_gains_has_its_side(generate, tmp_path):
         "text": f"step_long_language.csv {rows} recipe.decay=0.0 recipe.switch=auto",
     }
     parts = (f"{name} = nmrun table {RESULTS}/{of} --baseline live" for name, of in tables.items())
-    _, _, *lines = lines_of(generate, tmp_path / "page.md", f"lines: gain: {'; '.join(parts)}")
+    _, _, *lines = lines_of(tmp_path / "page.md", f"lines: gain: {'; '.join(parts)}")
     found = {where: verdict.partition(":")[0] for where, verdict in lines}
     runs = pd.read_csv(RESULTS / "step_mechanism.csv", low_memory=False)
     runs = runs[(runs.recipe == "step") & (runs["recipe.lr_factor"] == 1)]
@@ -315,14 +309,14 @@ def test_what_freezing_gains_has_its_side(generate, tmp_path):
     assert found["text, 1:8"] == "**fails**"
 
 
-def test_lines_have_the_settings_of_their_row_and_none_of_the_baselines_recipe(generate, tmp_path):
+def test_lines_have_the_settings_of_their_row_and_none_of_the_baselines_recipe(tmp_path):
     """SR-STE stands in the table twice: for fewer FLOPs, and as the baseline."""
     command = (
         f"nmrun table {RESULTS}/step_long.csv --rows recipe,recipe.switch,trainer.budget --cols optimizer.lr "
         "--filter sparsity=1:8 optimizer.lr=0.008,0.032 recipe=sr_ste,step recipe.switch=0.5 "
         'recipe.decay=0.0,0.0002 --baseline "sr_ste - flops:28030000000000.0"'
     )
-    lines = lines_of(generate, tmp_path / "page.md", f"lines: STEP: equal = {command}")
+    lines = lines_of(tmp_path / "page.md", f"lines: STEP: equal = {command}")
     assert lines[0] == ["where", "STEP"]
     found = {where: verdict.partition(":")[0] for where, verdict in lines[2:]}
     runs = pd.read_csv(RESULTS / "step_long.csv", low_memory=False)
@@ -339,7 +333,7 @@ def test_lines_have_the_settings_of_their_row_and_none_of_the_baselines_recipe(g
     assert found == expected
 
 
-def test_lines_say_where_no_rule_decided(generate, tmp_path):
+def test_lines_say_where_no_rule_decided(tmp_path):
     rows = "--rows recipe,recipe.second_moment,recipe.decay --baseline sr_ste"
     tables = (
         f"{rate} = nmrun table {RESULTS}/step_long.csv {rows} --filter optimizer.lr={rate} sparsity=dense,1:8 "
@@ -347,7 +341,7 @@ def test_lines_say_where_no_rule_decided(generate, tmp_path):
         "recipe.decay=0.0,0.0002 trainer.budget=null"
         for rate in ("0.002", "0.008")
     )
-    _, _, *lines = lines_of(generate, tmp_path / "page.md", f"lines: STEP: {'; '.join(tables)}")
+    _, _, *lines = lines_of(tmp_path / "page.md", f"lines: STEP: {'; '.join(tables)}")
     runs = pd.read_csv(RESULTS / "step_long.csv", low_memory=False)
     runs = runs[(runs["recipe.switch"] == "auto") & runs["recipe.threshold"].isna()]
     assert len(lines) == 6
@@ -357,9 +351,9 @@ def test_lines_say_where_no_rule_decided(generate, tmp_path):
         assert ("(t_max)" in figure) == (not decided.any())
 
 
-def test_adam_and_sgd_are_compared_by_seed(generate, tmp_path):
+def test_adam_and_sgd_are_compared_by_seed(tmp_path):
     file = RESULTS / "images_as_they_come.csv"
-    lines = lines_of(generate, tmp_path / "page.md", f"contrast: all = {file}")
+    lines = lines_of(tmp_path / "page.md", f"contrast: all = {file}")
     runs = pd.read_csv(file, low_memory=False)
     # 0.1 is SGD's rate
     means = runs.groupby(["recipe", "optimizer.lr", "seed"])["test/accuracy"].mean()
