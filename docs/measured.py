@@ -34,7 +34,8 @@ import numpy as np
 import pandas as pd
 
 from nmrun.lab import cli
-from nmrun.lab.compare.notation import interval, named, printed, scale, signed
+from nmrun.lab.compare.comparison import ALL, ALL_BUT
+from nmrun.lab.compare.notation import interval, named, scale, signed, two_digits
 from nmrun.lab.compare.notation import written as in_papers
 from nmrun.lab.compare.statistics import paired, summarise
 from nmrun.lab.show import formats
@@ -53,6 +54,13 @@ CLAIMS = {  # of a recipe, and where its row should stand to SR-STE
     "mdgf_exponential": ("MdGf: masks that fade in train better", "ahead"),
     "sdgf_stepwise": ("SdGf: masks that grow sparser in steps train better", "ahead"),
     "asp": ("ASP: pruning once and training on is enough", "ahead"),
+}
+TASKS = {  # the tuned comparisons by their data set
+    "cifar10": "images",
+    "shakespeare": "Shakespeare",
+    "text": "WikiText-2",
+    "multi30k": "translation",
+    "glue": "fine-tuning",
 }
 VERDICTS = "**holds**", "**fails**", "undecided"
 PLACES = "ahead", "behind", "not told apart"  # of an exploratory test, which decides no claim
@@ -122,7 +130,8 @@ def _cells(command: str) -> pd.DataFrame:
     found = pd.read_csv(io.StringIO(text), dtype=words, keep_default_na=False, na_values=[""])
     found = found[found.recipe != "dense"]
     if "--overall" in command:
-        found = found[found.dataset == "all cells"].assign(at="over all cells")
+        found = found[~found.dataset.str.startswith((ALL, ALL_BUT))]
+        found = found.assign(at="on " + found.dataset)
         sign = 1
     else:
         found = found.assign(at="at " + found.sparsity)
@@ -224,8 +233,8 @@ def _figure(word: str, labels: list[str], command: str) -> str | None:
 
 
 def _rounded(size: float, metric: str) -> str:
-    """With one digit after the point, or with two significant ones below 1."""
-    return printed(size, metric, 1) if scale(metric) == 100 or size >= 1 else f"{size:.2g}"
+    """With one digit after the point where it is a percentage, with two digits otherwise."""
+    return f"{100 * size:.1f}" if scale(metric) == 100 else two_digits(size, metric)
 
 
 def _losses(command: str) -> list[str]:
@@ -242,7 +251,9 @@ def _verdicts(commands: str) -> list[str]:
     """
     columns: dict[str, dict[str, str]] = {}
     for name, exploratory, command in _parts(commands):
-        columns.setdefault(name, {}).update(_verdicts_of(command, exploratory))
+        found = _verdicts_of(command, exploratory)
+        for data, column in found.items():
+            columns.setdefault(TASKS[data] if len(found) > 1 else name, {}).update(column)
     rows = [
         [claim, *(column.get(recipe, "-") for column in columns.values())]
         for recipe, (claim, _) in CLAIMS.items()
@@ -318,26 +329,25 @@ def _markdown(head: list[str], lines: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines)]
 
 
-def _verdicts_of(command: str, exploratory: list[str]) -> dict[str, str]:
-    """By recipe, whether its claim holds over the cells of a task, and by how many deviations of a
-    run; of one that is not decided the least that could have been found. Of a recipe with several
-    rows the first counts.
+def _verdicts_of(command: str, exploratory: list[str]) -> dict[str, dict[str, str]]:
+    """By data set and recipe, whether its claim holds over the cells there, and by how many
+    deviations of a run; of one that is not decided the least that could have been found. Of a
+    recipe with several rows the first counts.
     """
-    found = _cells(command).drop_duplicates("recipe").set_index("recipe")
-    verdicts = {}
-    for recipe, (_, side) in CLAIMS.items():
-        if recipe not in found.index:
+    verdicts: dict[str, dict[str, str]] = {}
+    for _, row in _cells(command).drop_duplicates(["dataset", "recipe"]).iterrows():
+        if row.recipe not in CLAIMS:
             continue
-        row = found.loc[recipe]
-        mark = "*" if recipe in exploratory else "**"
-        for_it = signed(row.difference * (1 if side == "ahead" else -1), "deviations", 1)
-        if recipe == "step" and not _decided(command):
-            verdicts[recipe] = "not in its regime"
+        _, side = CLAIMS[row.recipe]
+        mark, undecided = ("*", "*undecided*") if row.recipe in exploratory else ("**", "undecided")
+        for_it = signed(row.difference if side == "ahead" else -row.difference, "deviations", 1)
+        if row.recipe == "step" and not _decided(command):
+            text = f"not in its regime, {for_it}"
         elif row.ahead or row.behind:
-            verdicts[recipe] = f"{mark}{'holds' if row[side] else 'fails'}{mark} {for_it}"
+            text = f"{mark}{'holds' if row[side] else 'fails'}{mark} {for_it}"
         else:
-            undecided = "*undecided*" if recipe in exploratory else "undecided"
-            verdicts[recipe] = f"{undecided} ({row.least:.1f})"
+            text = f"{undecided} ({row.least:.1f})"
+        verdicts.setdefault(row.dataset, {})[row.recipe] = text
     return verdicts
 
 
