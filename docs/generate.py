@@ -8,8 +8,10 @@ between ``<!-- KIND: COMMAND -->`` and ``<!-- end -->``. KIND is one of
 - ``table``, the first table that a command prints; ``differences``, the last one with its caption;
 - ``findings``, the best recipes and what differs from the baseline; ``losses``, how often dense
   training is better; ``leads``, what is better than the baseline in most cells;
-- ``verdicts``, whether the papers' claims hold, a column a command (``NAME = COMMAND; ...``; after
-  the name ``(exploratory)`` if the column decides nothing, ``(exploratory: ROW)`` for one row);
+- ``verdicts``, whether the papers' claims hold, a column a command (``NAME = COMMAND; ...``), or one
+  a data set for ``--overall``. After the name there may stand ``(exploratory)`` if the column decides
+  nothing, ``(exploratory: ROW, ...)`` for some rows, and ``(outside: ROW, ROW at DATA SET, ...)``
+  for recipes that were not tested in their regime;
 - ``settings``, what the trials beside the command's runs chose;
 - ``commands``, those of the page.
 
@@ -36,9 +38,10 @@ import pandas as pd
 
 from nmrun import ranges
 from nmrun.lab import cli
-from nmrun.lab.compare.notation import interval, named
+from nmrun.lab.compare.comparison import ALL, ALL_BUT
+from nmrun.lab.compare.notation import interval, named, two_digits
 from nmrun.lab.compare.notation import written as in_papers
-from nmrun.lab.compare.statistics import paired, summarise
+from nmrun.lab.compare.statistics import moderated, paired, summarise
 from nmrun.lab.keys import recipe_table
 from nmrun.lab.keys.recipe_facts import of_class
 from nmrun.lab.show import formats
@@ -51,7 +54,8 @@ from nmrun.registry import imported
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"
 BLOCK = re.compile(r"<!-- (?!picture)(\w+)(?:: ([^\n]*))? -->\n.*?<!-- end -->", re.S)
-COLUMN = re.compile(r"(?:(.*?)(?: \((exploratory)(?:: (.*?))?\))? = )?(nmrun .*)")
+COLUMN = re.compile(r"(?:(.*?)((?: ?\((?:exploratory|outside)[^)]*\))*) = )?(nmrun .*)")
+MARK = re.compile(r"\((exploratory|outside)(?:: ([^)]*))?\)")
 PICTURE = re.compile(r"<!-- picture: (.*?) -->")
 KEY = re.compile(r"recipe|[a-z]+\.\w+")  # what heads a column of row labels
 RECIPE_OF_PAGE = re.compile(r"^`recipe=(\w+)`", re.M)
@@ -63,7 +67,8 @@ CLAIMS = {  # of a recipe, and where its row should stand to SR-STE
     "sdgf_stepwise": ("masks that grow sparser in steps train better (SdGf)", "ahead"),
     "asp": ("pruning once and training on is enough (ASP)", "ahead"),
 }
-VERDICTS = "**holds**", "does not hold", "not decided"
+VERDICTS = "**holds**", "**fails**", "undecided"
+OUTSIDE = "not tested in its regime"
 PLACES = "ahead", "behind", "not told apart"  # of an exploratory test, which decides no claim
 HEAD = """# {title}
 
@@ -301,7 +306,8 @@ def _cells(command: str) -> pd.DataFrame:
     found = pd.read_csv(io.StringIO(text), keep_default_na=False, na_values=[""])
     found = found[found.recipe != "dense"]
     if "--overall" in command:
-        found = found[found.dataset == "all cells"].assign(at="over all cells")
+        found = found[~found.dataset.str.startswith((ALL, ALL_BUT))]
+        found = found.assign(at="on " + found.dataset)
         sign = 1
     else:
         found = found.assign(at="at " + found.sparsity)
@@ -328,8 +334,8 @@ def _labels(found: pd.DataFrame) -> list[str]:
 
 def _findings(part: str) -> list[str]:
     """The best recipes, and which differ from the baseline, in registered and exploratory tests."""
-    ((_, exploratory, command),) = _parts(part)
-    found, said = _cells(command), []
+    ((_, marks, command),) = _parts(part)
+    exploratory, found, said = marks["exploratory"], _cells(command), []
     if "best" in found:
         said += [f"**Best sparse mean of the first table:** {_spoken(found, found.best == 1)}."]
     if "p" in found:
@@ -370,31 +376,35 @@ def _losses(command: str) -> list[str]:
 
 def _leads(command: str) -> list[str]:
     """Which rows are better than the baseline in most cells; of a table over all cells."""
-    found = _cells(command)
-    names = _listed([*found.name[found.better > found.cells / 2]]) or "no recipe"
+    counts = _cells(command).groupby("name", sort=False)[["better", "cells"]].sum()
+    names = _listed([*counts.index[counts.better > counts.cells / 2]]) or "no recipe"
     return [f"- **Ahead of {_reference(command)} in most cells:** {names}."]
 
 
 def _verdicts(commands: str) -> list[str]:
     """What tables against SR-STE say of each paper's claim, a column a table."""
-    verdicts = {
-        name: _verdicts_of(command, exploratory) for name, exploratory, command in _parts(commands)
-    }
+    columns: dict[str, dict[str, str]] = {}
+    for name, marks, command in _parts(commands):
+        for place, column in _verdicts_of(command, marks).items():
+            columns[", ".join(filter(None, [name, place]))] = column
     rows = [
-        [f"{claim} | `{recipe}`", *(column.get(recipe, "-") for column in verdicts.values())]
+        [f"{claim} | `{recipe}`", *(column.get(recipe, "-") for column in columns.values())]
         for recipe, (claim, _) in CLAIMS.items()
-        if any(recipe in column for column in verdicts.values())
+        if any(recipe in column for column in columns.values())
     ]
-    return _markdown(["claim", "row", *verdicts], rows)
+    return _markdown(["claim", "row", *columns], rows)
 
 
-def _parts(commands: str) -> Iterator[tuple[str, list[str], str]]:
-    """Of each command its name, and which of its recipes and settings are exploratory."""
+def _parts(commands: str) -> Iterator[tuple[str, dict[str, list[str]], str]]:
+    """Of each command its name, and which of its recipes and settings are marked."""
     for part in commands.split("; "):
         column = COLUMN.fullmatch(part)
         assert column, part
-        name, marked, recipes, command = column.groups()
-        yield name, (recipes.split(", ") if recipes else [*CLAIMS]) if marked else [], command
+        name, marks, command = column.groups()
+        marked: dict[str, list[str]] = {"exploratory": [], "outside": []}
+        for mark, which in MARK.findall(marks or ""):
+            marked[mark] = which.split(", ") if which else [*CLAIMS]
+        yield name, marked, command
 
 
 def _markdown(head: list[str], lines: list[list[str]]) -> list[str]:
@@ -408,25 +418,40 @@ def _csv(file: str) -> list[str]:
     return _markdown(head, lines)
 
 
-def _verdicts_of(command: str, exploratory: list[str]) -> dict[str, str]:
-    """By recipe, whether its claim holds in a table of one column of differences, and the figure
-    there. Of exploratory ones only whether they are ahead or behind: they decide no claim. Of a
-    recipe with several rows the first counts: as published.
+def _verdicts_of(command: str, marks: dict[str, list[str]]) -> dict[str, dict[str, str]]:
+    """By data set and recipe, whether its claim holds in a table of one column of differences, the
+    figure there, and of what is undecided the smallest difference that could have been seen. Of
+    exploratory ones only whether they are ahead or behind: they decide no claim. Of a recipe with
+    several rows the first counts: as published. Without ``--overall`` the data set is not named.
     """
-    found = _cells(command).drop_duplicates("recipe").set_index("recipe")
-    table = [line.strip("| ").split("|") for line in _printed(command)[-1].splitlines()]
-    figures: dict[str, str] = {}
-    for cells in table:
-        figures.setdefault(cells[0].strip(), cells[-1].strip().partition(" p")[0])
-    verdicts = {}
-    for recipe, (_, side) in CLAIMS.items():
-        if recipe in found.index:
-            row, words = found.loc[recipe], VERDICTS
-            if recipe in exploratory:
-                side, words = "ahead", PLACES
-            word = words[0 if row[side] else 1 if row.ahead or row.behind else 2]
-            late = _late(command) if recipe == "step" else ""
-            verdicts[recipe] = f"{word}: {figures[recipe]}{late}"
+    found = _cells(command)
+    head, _, *lines = (
+        [*map(str.strip, line[1:-1].split("|"))] for line in _printed(command)[-1].splitlines()
+    )
+    several = "--overall" in command
+    columns = [data for data in found.dataset.unique() if data in head] if several else head[-1:]
+    figures: dict[tuple[str, str], str] = {}
+    for line in lines:
+        for column in columns or ["all cells"]:
+            figures.setdefault((line[0], column), line[head.index(column)].partition(" p")[0])
+    late = _late(command)
+    verdicts: dict[str, dict[str, str]] = {}
+    for _, row in found.drop_duplicates(["recipe", "dataset"]).iterrows():
+        if row.recipe not in CLAIMS or row.recipe == _baseline(command):
+            continue
+        place = row.dataset if several else ""
+        side, words = CLAIMS[row.recipe][1], VERDICTS
+        if row.recipe in marks["exploratory"]:
+            side, words = "ahead", PLACES
+        word = words[0 if row[side] else 1 if row.ahead or row.behind else 2]
+        if {row.recipe, f"{row.recipe} at {place}"} & {*marks["outside"]}:
+            word = OUTSIDE
+        column = (row.dataset if row.dataset in head else "all cells") if several else head[-1]
+        text = f"{word}: {figures[row.recipe, column]}"
+        if word == VERDICTS[2] and row.least == row.least:
+            metric = "" if several else row.metric
+            text += f", {two_digits(row.least, metric)} could be seen"
+        verdicts.setdefault(place, {})[row.recipe] = text + (late if row.recipe == "step" else "")
     return verdicts
 
 
@@ -443,11 +468,11 @@ def _lines(text: str) -> list[str]:
     """
     head, _, commands = text.partition(": ")
     lines = []
-    for name, exploratory, command in _parts(commands):
+    for name, marks, command in _parts(commands):
         caption, *_, table = _printed(command)
         places, _, *rows = ([*map(str.strip, line[1:-1].split("|"))] for line in table.splitlines())
         labels = sum(bool(KEY.fullmatch(place)) for place in places)
-        words = PLACES if exploratory else VERDICTS
+        words = PLACES if marks["exploratory"] else VERDICTS
         more_is_better = "perplexity" not in caption
         for row in rows:
             if row[0] == _baseline(command):
@@ -483,10 +508,9 @@ def _contrast(files: str) -> list[str]:
         for at, cell in lost.items():
             gap = paired(cell, sgd, 0.0)
             assert gap, file
-            assert gap.spread, file
-            error = gap.spread / gap.n**0.5
+            gap = moderated({at: gap})[at]
             rate = "".join(f" at {rate:g}" for rate in at[1:])
-            figure = interval(gap.mean, gap.low, gap.high, metric, error)
+            figure = interval(gap.mean, gap.low, gap.high, metric, gap.error)
             lines.append([f"{name}, {in_papers(at[0])}{rate}", f"{figure} ({gap.n})"])
     return _markdown(["Adam against SGD", "loss under Adam - loss under SGD, in points"], lines)
 
@@ -503,7 +527,9 @@ def _spoken(found: pd.DataFrame, where: pd.Series) -> str:
     every = found["at"].nunique()
     alike: dict[str, list[str]] = {}
     for name, at in places.items():
-        text = "at every ratio" if len(at) == every > 1 else _listed(at).replace(" at ", " ")
+        word, *_ = at[0].split()
+        everywhere = "at every ratio" if word == "at" else "on every data set"
+        text = everywhere if len(at) == every > 1 else _listed(at).replace(f" {word} ", " ")
         alike.setdefault(text, []).append(name)
     words = "; ".join(f"{_listed(names)} {at}" for at, names in alike.items())
     return words if len(words.split()) <= 22 else _counted(found, where)
@@ -513,8 +539,9 @@ def _counted(found: pd.DataFrame, where: pd.Series) -> str:
     counts = where.groupby(found["at"], sort=False).agg(["sum", "count"])
     if counts["count"].nunique() > 1:
         return _listed([f"{row['sum']} of {row['count']} {at}" for at, row in counts.iterrows()])
-    places = _listed([*counts.index]).replace(" at ", " ")
-    return f"{_listed([*counts['sum'].astype(str)])} of {counts['count'].iloc[0]} {places}"
+    word, *_ = counts.index[0].split()
+    where = _listed([*counts.index]).replace(f" {word} ", " ")
+    return f"{_listed([*counts['sum'].astype(str)])} of {counts['count'].iloc[0]} {where}"
 
 
 def _listed(words: list[str]) -> str:
