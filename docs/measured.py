@@ -37,7 +37,7 @@ from nmrun.lab import cli
 from nmrun.lab.compare.comparison import ALL, ALL_BUT
 from nmrun.lab.compare.notation import interval, named, scale, signed, two_digits
 from nmrun.lab.compare.notation import written as in_papers
-from nmrun.lab.compare.statistics import paired, summarise
+from nmrun.lab.compare.statistics import moderated, paired, summarise
 from nmrun.lab.show import formats
 from nmrun.lab.words.advice import ADVICE, BEGIN_WITH
 
@@ -413,10 +413,9 @@ def _contrast(files: str) -> list[str]:
         for at, cell in lost.items():
             gap = paired(cell, sgd, 0.0)
             assert gap, file
-            assert gap.spread, file
-            error = gap.spread / gap.n**0.5
+            gap = moderated({at: gap})[at]
             rate = "".join(f" at {rate:g}" for rate in at[1:])
-            figure = interval(gap.mean, gap.low, gap.high, metric, error)
+            figure = interval(gap.mean, gap.low, gap.high, metric, gap.error)
             lines.append([f"{name}, {in_papers(at[0])}{rate}", f"{figure} ({gap.n})"])
     return _markdown(["Adam against SGD", "loss under Adam - loss under SGD, in points"], lines)
 
@@ -433,7 +432,9 @@ def _spoken(found: pd.DataFrame, where: pd.Series) -> str:
     every = found["at"].nunique()
     alike: dict[str, list[str]] = {}
     for name, at in places.items():
-        text = "at every ratio" if len(at) == every > 1 else _listed(at).replace(" at ", " ")
+        word, *_ = at[0].split()
+        everywhere = "at every ratio" if word == "at" else "on every data set"
+        text = everywhere if len(at) == every > 1 else _listed(at).replace(f" {word} ", " ")
         alike.setdefault(text, []).append(name)
     words = "; ".join(f"{_listed(names)} {at}" for at, names in alike.items())
     return words if len(words.split()) <= 22 else _counted(found, where)
@@ -443,8 +444,9 @@ def _counted(found: pd.DataFrame, where: pd.Series) -> str:
     counts = where.groupby(found["at"], sort=False).agg(["sum", "count"])
     if counts["count"].nunique() > 1:
         return _listed([f"{row['sum']} of {row['count']} {at}" for at, row in counts.iterrows()])
-    places = _listed([*counts.index]).replace(" at ", " ")
-    return f"{_listed([*counts['sum'].astype(str)])} of {counts['count'].iloc[0]} {places}"
+    word, *_ = counts.index[0].split()
+    where = _listed([*counts.index]).replace(f" {word} ", " ")
+    return f"{_listed([*counts['sum'].astype(str)])} of {counts['count'].iloc[0]} {where}"
 
 
 def _listed(words: list[str]) -> str:

@@ -181,6 +181,11 @@ def interval(
     return signed(value, metric, decimals) + (f" [{', '.join(ends)}]" if ends else "")
 
 
+def two_digits(value: float, metric: str) -> str:
+    """A value of a metric, to two significant digits."""
+    return printed(value, metric, places(value, metric, value / 5))
+
+
 def p_value(p: float | None) -> str:
     """`` p=0.012``, `` p<0.001``, or nothing for None."""
     return "" if p is None else " p<0.001" if p < 0.001 else f" p={p:.2g}"
