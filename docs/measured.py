@@ -295,7 +295,7 @@ def _held_out(commands: str) -> list[str]:
 
 def _gains(command: str) -> tuple[str, pd.DataFrame]:
     """The data set of a table, and how far each recipe is ahead of SR-STE by ratio and seed, in the
-    median deviation of the column's recipes. A failed seed counts as the column's worst other run.
+    median deviation of the column's recipes. A failed seed counts as the recipe's worst other run.
     """
     found = _cells(command)
     sign = -1 if found.metric.iloc[0].endswith("perplexity") else 1
@@ -305,7 +305,7 @@ def _gains(command: str) -> tuple[str, pd.DataFrame]:
         values = [map(float, str(cell).split()) for cell in cells["values"]]
         runs = [dict(zip(*some, strict=True)) for some in zip(seeds, values, strict=True)]
         column = sign * pd.DataFrame(dict(zip(cells.recipe, map(pd.Series, runs), strict=True)))
-        column = column.fillna(column.min(axis=None))
+        column = column.fillna(column.min())
         columns[ratio] = column.sub(column.sr_ste, axis=0) / cells.sd.median()
     return found.dataset.iloc[0], pd.concat(columns, names=["ratio", "seed"])
 

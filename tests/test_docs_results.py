@@ -258,7 +258,7 @@ def test_a_sentence_has_the_figures_of_its_tables_and_is_refused_if_they_say_oth
 def gains(file: str, optimizer: str) -> pd.DataFrame:
     """How far each recipe of a tuned comparison is ahead of SR-STE, by ratio and seed, in the median
     deviation of the recipes. A seed that failed, by more than a tenth of the perplexity, counts
-    as the worst other run.
+    as the recipe's worst other run.
     """
     runs = pd.read_csv(RESULTS / f"{file}.csv", low_memory=False)
     runs = runs[(runs.optimizer == optimizer) & (runs.recipe != "dense")]
@@ -270,7 +270,7 @@ def gains(file: str, optimizer: str) -> pd.DataFrame:
         if metric == "perplexity":
             values = values.where(values > 1.1 * values.median())  # both are negative
         unit = values.std().median()
-        values = values.fillna(values.min().min())
+        values = values.fillna(values.min())
         columns[ratio] = values.sub(values.sr_ste, axis=0) / unit
     return pd.concat(columns, names=["ratio", "seed"])
 
