@@ -202,12 +202,13 @@ def _say(text: str) -> list[str]:
     sentence, _, rest = text.partition(" = nmrun ")
     commands = f"nmrun {rest}".split("; ")
     asked = FIGURE.findall(sentence)
-    commands *= len(asked) if len(commands) == 1 else 1
+    if len(commands) == 1:
+        commands *= len(asked)
     for (word, labels), command in zip(asked, commands, strict=True):
         said = _figure(word, labels.split(), command)
         if said is None:
             raise SystemExit(f"no longer true: {sentence}\n  {word}{labels}: {command}")
-        sentence = FIGURE.sub(said.replace("\\", ""), sentence, count=1)
+        sentence = sentence.replace(f"{{{word}{labels}}}", said, 1)
     return [f"- {sentence}"]
 
 
@@ -273,16 +274,13 @@ def _held_out(commands: str) -> list[str]:
         others = [other for of, other in tasks.values() if of != data]
         known, new, named_by_others = [], [], []
         for three in itertools.combinations(gains.index.unique("seed"), 3):
-            chosen = {task: _over(mine, three) for task, mine in enumerate(others)}
-            best = pd.DataFrame({task: rows.mean() for task, rows in chosen.items()}).mean(
-                axis=1,
-                skipna=False,  # of the recipes that all of them have
-            )
+            of_others = pd.concat([_over(other, three).mean() for other in others], axis=1)
+            best = of_others.mean(axis=1, skipna=False).idxmax()  # of the recipes that all have
             judged = _over(gains.drop(list(three), level="seed"))
             own = _over(gains, three).idxmax(axis=1)
             known.append(np.mean([judged.at[ratio, recipe] for ratio, recipe in own.items()]))
-            new.append(judged[best.idxmax()].mean())
-            named_by_others.append(in_papers(best.idxmax()))
+            new.append(judged[best].mean())
+            named_by_others.append(in_papers(best))
         means = [float(np.mean(values)) for values in (known, new)]
         if means[1] < -1:
             lost.append(name)
