@@ -104,7 +104,7 @@ COMPARED = sorted(
 )
 FEW = [
     next(c for c in COMPARED if "language.csv --baseline" in c),  # with seeds that failed
-    next(c for c in COMPARED if "finetuning.csv --cols optimizer,sparsity --baseline" in c),
+    next(c for c in COMPARED if "mdgf_home.csv" in c and "--overall" in c),
 ]
 
 
