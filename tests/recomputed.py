@@ -43,10 +43,10 @@ def prior_of(variances: Sequence[float], freedoms: Sequence[int]) -> tuple[float
     ]
     chance = statistics.fmean(float(special.polygamma(1, f / 2)) for f in freedoms)
     beyond = statistics.variance(logs) - chance
-    if beyond <= 0:
-        return math.exp(statistics.fmean(logs)), math.inf
-    half = optimize.brentq(lambda x: float(special.polygamma(1, x)) - beyond, 1e-6, 1e9)
-    return math.exp(statistics.fmean(logs)), 2 * half
+    most = 4 * statistics.fmean(freedoms)  # as docs/statistics.md says
+    if beyond > special.polygamma(1, most / 2):
+        most = 2 * optimize.brentq(lambda x: float(special.polygamma(1, x)) - beyond, 1e-6, most)
+    return math.exp(statistics.fmean(logs)), most
 
 
 def judged(table: dict[Hashable, Gaps]) -> dict[Hashable, Verdict]:
@@ -68,7 +68,7 @@ def judged(table: dict[Hashable, Gaps]) -> dict[Hashable, Verdict]:
             found[place] = Verdict(mean, None, None, None, None)
             continue
         freedom = freedoms[place]
-        share = 1.0 if math.isinf(weight) else weight / (weight + freedom)
+        share = weight / (weight + freedom)
         spread = math.sqrt(max(own[place], share * prior + (1 - share) * own[place]))
         free, error = min(weight + freedom, sum(freedoms.values())), spread / math.sqrt(freedom + 1)
         low, high = stats.t.interval(0.95, free, mean, error)

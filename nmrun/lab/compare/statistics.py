@@ -19,6 +19,7 @@ LEVEL = 0.95
 POWER = 0.8
 FEWEST = 3  # pairs, for a test
 BISECTIONS = 50  # of the interval in which a difference is searched for
+HEAVIEST = 4  # times the degrees of freedom of a sample: the prior's at most
 NEWTON = 50  # steps at most; it takes five or six
 DIGITS = 12  # beyond these, values differ by rounding
 
@@ -205,8 +206,9 @@ def moderate(variances: Floats, freedom: Floats) -> tuple[Floats, Floats]:
     After Smyth 2004 (Linear models and empirical Bayes methods for assessing differential
     expression, section 6). A prior variance with d0 degrees of freedom counts beside each
     sample's. d0 is his moment estimate: infinite where variances do not differ by more than chance.
-    Two things are on the safe side of his, and docs/statistics.md says what they prevent: the prior
-    is the geometric mean of the variances, and no variance becomes lower than it was found.
+    Three things are on the safe side of his, and docs/statistics.md says what they prevent: the
+    prior is the geometric mean of the variances, d0 has a limit, and no variance becomes lower than
+    it was found.
     """
     from scipy import special
 
@@ -216,7 +218,9 @@ def moderate(variances: Floats, freedom: Floats) -> tuple[Floats, Floats]:
     logs = np.log(variances) - special.digamma(freedom / 2) + np.log(freedom / 2)
     centre = logs.mean(-1, keepdims=True)
     chance = special.polygamma(1, freedom / 2).mean(-1, keepdims=True)
-    prior = 2 * trigamma_inverse(((logs - centre) ** 2).sum(-1, keepdims=True) / (m - 1) - chance)
+    beyond = ((logs - centre) ** 2).sum(-1, keepdims=True) / (m - 1) - chance
+    most = HEAVIEST * freedom.mean(-1, keepdims=True)
+    prior = np.minimum(2 * trigamma_inverse(beyond), most)
     share = 1 / (1 + freedom / prior)
     shrunk = share * np.exp(centre) + (1 - share) * variances
     return np.maximum(variances, shrunk), np.minimum(
