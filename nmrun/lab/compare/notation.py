@@ -80,6 +80,7 @@ METRICS = {
     "f1": "F1",
     "flops/training_arithmetic": "FLOPs of training, without the multiplications by zero",
     "flops/training_dense": "FLOPs of dense training",
+    "flops/training_hardware": "FLOPs of training on 2:4 tensor cores",
     "sparsity/flip_rate": "flip rate",
     "seconds": "time",
 }
