@@ -73,18 +73,21 @@ def _wrong_ratio(value: Any) -> str:
     return ""
 
 
+AS_DENSE = ("flops:dense", "hardware_flops:dense")  # budgets
+
+
 def _is_budget(value: Any) -> bool:
-    if value in (None, "flops:dense"):
+    if value in (None, *AS_DENSE):
         return True
     try:
         unit, _, amount = value.partition(":")
-        return unit in ("flops", "seconds") and 0 < float(amount) < math.inf
+        return unit in ("flops", "hardware_flops", "seconds") and 0 < float(amount) < math.inf
     except (AttributeError, ValueError):
         return False
 
 
 def _plain_budget(value: str | None) -> str | None:
-    if value is None or value == "flops:dense":
+    if value in (None, *AS_DENSE):
         return value
     unit, _, amount = value.partition(":")
     return f"{unit}:{float(amount)!r}"
@@ -158,8 +161,8 @@ ACTIVATIONS = Check(
 
 
 BUDGET = Check(
-    "flops:dense, flops:<number above 0> such as flops:1e12, seconds:<number above 0> such as "
-    "seconds:600, or null",
+    "flops:dense, flops:<number above 0> such as flops:1e12, hardware_flops:dense, "
+    "hardware_flops:<number above 0>, seconds:<number above 0> such as seconds:600, or null",
     _is_budget,
     _plain_budget,
 )
