@@ -19,12 +19,11 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import numpy as np
 import torch
 
 import nmrun
 from nmrun.lab.bench.harness import hardware
-from nmrun.lab.compare.statistics import student
+from nmrun.lab.compare.statistics import moderated, paired, summarise
 from nmrun.lab.show.formats import aligned
 
 WORDS = (
@@ -49,7 +48,8 @@ def report(final: dict[str, list[float]], said: str) -> tuple[str, bool]:
         [str(seed), f"{off:.4f}", f"{force:.4f}", f"{gap:+.4f}"]
         for seed, (off, force, gap) in enumerate(zip(*final.values(), gaps, strict=True))
     ]
-    found = student(np.array(gaps), 0.0)
+    cells = (summarise(final[arm]) for arm in ("force", "off"))
+    found = moderated({"": paired(*cells, grain=0.0)})[""]
     spread, reach = statistics.stdev(final["off"]), max(final["off"]) - min(final["off"])
     alike = bool(found.low <= 0 <= found.high) and max(map(abs, gaps)) <= reach
     verdict = (

@@ -1,17 +1,7 @@
 """Write what the pages say of the config's keys and of the committed runs, from where these are.
 
-``python docs/generate.py`` writes the pages of ``configs/``, one for each group, and when to use it
-on every page about recipes. On which-recipe.md and the pages of ``results/`` it writes what stands
-between ``<!-- KIND: COMMAND -->`` and ``<!-- end -->``. KIND is one of
-
-- ``advice``, which recipe to take;
-- ``table``, the first table that a command prints; ``differences``, the last one with its caption;
-- ``findings``, the best recipes and what differs from the baseline; ``losses``, how often dense
-  training is better; ``leads``, what is better than the baseline in most cells;
-- ``verdicts``, whether the papers' claims hold, a column a command (``NAME = COMMAND; ...``; after
-  the name ``(exploratory)`` if the column decides nothing, ``(exploratory: ROW)`` for one row);
-- ``settings``, what the trials beside the command's runs chose;
-- ``commands``, those of the page.
+``python docs/generate.py`` writes the pages of ``configs/``, one for each group, when to use it on
+every page about recipes, and what the pages say of committed runs (``measured.py``).
 
 ``python docs/generate.py pictures`` draws the pictures of these pages as well, by the commands in
 ``<!-- picture: COMMAND -->``.
@@ -20,51 +10,26 @@ between ``<!-- KIND: COMMAND -->`` and ``<!-- end -->``. KIND is one of
 from __future__ import annotations
 
 import ast
-import contextlib
-import csv
 import inspect
-import io
 import json
 import re
-import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+from measured import PICTURE, output, result, results, upper
 
 from nmrun import ranges
-from nmrun.lab import cli
-from nmrun.lab.compare.notation import interval, named
-from nmrun.lab.compare.notation import written as in_papers
-from nmrun.lab.compare.statistics import paired, summarise
 from nmrun.lab.keys.recipe_facts import kept, of_class
-from nmrun.lab.show import formats
 from nmrun.lab.words import reference
-from nmrun.lab.words.reference import ADVICE, BEGIN_WITH, Key, Option
+from nmrun.lab.words.reference import Key, Option
 from nmrun.recipes import RECIPES
 from nmrun.registry import imported
 
 DOCS = Path(__file__).parent
-RESULTS = DOCS / "results"
-BLOCK = re.compile(r"<!-- (?!picture)(\w+)(?:: ([^\n]*))? -->\n.*?<!-- end -->", re.S)
-COLUMN = re.compile(r"(?:(.*?)(?: \((exploratory)(?:: (.*?))?\))? = )?(nmrun .*)")
-PICTURE = re.compile(r"<!-- picture: (.*?) -->")
-KEY = re.compile(r"recipe|[a-z]+\.\w+")  # what heads a column of row labels
 RECIPE_OF_PAGE = re.compile(r"^`recipe=(\w+)`", re.M)
-CLAIMS = {  # of a recipe, and where its row should stand to SR-STE
-    "ste": ("a decay of the pruned weights helps (SR-STE; STE has none)", "behind"),
-    "step": ("a dense start and a frozen second moment help under Adam (STEP)", "ahead"),
-    "s_ste": ("a continuous forward pass trains better (S-STE)", "ahead"),
-    "mdgf_exponential": ("masks that fade in train better (MdGf)", "ahead"),
-    "sdgf_stepwise": ("masks that grow sparser in steps train better (SdGf)", "ahead"),
-    "asp": ("pruning once and training on is enough (ASP)", "ahead"),
-}
-VERDICTS = "**holds**", "does not hold", "not decided"
-PLACES = "ahead", "behind", "not told apart"  # of an exploratory test, which decides no claim
 HEAD = """# {title}
 
 <!-- Written by docs/generate.py from nmrun/lab/keys/, nmrun/papers/ and nmrun/recipes/. -->
@@ -135,16 +100,11 @@ def _call(kind: type, key: str, made: type) -> list[Any] | None:
     return None
 
 
-def _advice(_: str) -> list[str]:
-    """Which recipe to take, by what one trains."""
-    return [BEGIN_WITH, "", *_markdown(["what you train", "take"], [list(row) for row in ADVICE])]
-
-
 def _uses(options: list[Option]) -> str:
     """When to use the recipes of a page: the first paragraph of that section."""
     uses = {option.name: _cell(option.use.removeprefix("When to use: ")) for option in options}
     if len(uses) == 1:
-        return _upper(*uses.values())
+        return upper(*uses.values())
     return "\n".join(f"- `{name}`: {use}" for name, use in uses.items())
 
 
@@ -224,7 +184,7 @@ def _item(key: Key, defaults: dict[str, list[str]]) -> str:
     ]
     facts = [f"Takes {_cell(key.takes)}" if key.takes else "", f"default {', '.join(shown)}"]
     meaning = _cell(key.meaning).rstrip(".")
-    return f"- **`{key.name}`**: {meaning}. {_upper('; '.join(filter(None, facts)))}."
+    return f"- **`{key.name}`**: {meaning}. {upper('; '.join(filter(None, facts)))}."
 
 
 def _cell(text: str) -> str:
@@ -237,350 +197,11 @@ def _cell(text: str) -> str:
     )
 
 
-def _upper(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def results() -> list[Path]:
-    """The pages with blocks that are made from committed runs."""
-    return [path for path in sorted(RESULTS.glob("*.md")) if BLOCK.search(path.read_text("utf-8"))]
-
-
-def result(path: Path) -> str:
-    """The text of a page of results, its blocks made anew."""
-    text = path.read_text(encoding="utf-8")
-
-    def block(found: re.Match[str]) -> str:
-        kind, command = found.groups()
-        head = found[0].partition("\n")[0]
-        return "\n".join([head, "", *BLOCKS[kind](command or text), "", "<!-- end -->"])
-
-    return BLOCK.sub(block, text)
-
-
-@cache
-def _printed(command: str) -> list[str]:
-    """What a command of ``nmrun`` prints, by paragraph."""
-    out = io.StringIO()
-    before, sys.argv = sys.argv, shlex.split(command)
-    try:
-        with contextlib.chdir(DOCS.parent), contextlib.redirect_stdout(out):
-            if cli.main():
-                raise SystemExit(f"failed: {command}")
-    finally:
-        sys.argv = before
-    return out.getvalue().strip().split("\n\n")
-
-
-def _table(command: str) -> list[str]:
-    caption, table, *_ = _printed(command)
-    notes = [note for line in caption.splitlines()[2:] for note in line.split("; ")]
-    cautions = " ".join(f"{_upper(n)}." for n in notes if not n.startswith("made by"))
-    return [table, *["", cautions] * bool(cautions)]
-
-
-def _differences(command: str) -> list[str]:
-    *_, caption, table = _printed(command)
-    return [*(f"{_upper(line)}." for line in caption.splitlines()), "", table]
-
-
-def _cells(command: str) -> pd.DataFrame:
-    """The sparse cells of a table: their ``name``, the ``labels`` in it beside the recipe, ``at`` which
-    ratio, and whether they are significantly ``ahead`` of the baseline or ``behind`` it.
-    """
-    text = "\n\n".join(_printed(f"{command} --format csv"))
-    found = pd.read_csv(io.StringIO(text), keep_default_na=False, na_values=[""])
-    found = found[found.recipe != "dense"]
-    if "--overall" in command:
-        found = found[found.dataset == "all cells"].assign(at="over all cells")
-        sign = 1
-    else:
-        found = found.assign(at="at " + found.sparsity)
-        sign = -1 if found.metric.iloc[0].endswith("perplexity") else 1
-
-    def own(cell: pd.Series) -> list[str]:
-        return [named(key, in_papers(str(cell[key]))) for key in _labels(found) if cell[key] != "-"]
-
-    shown = sign * found.difference.where(found.p < 0.05) if "p" in found else 0
-    labels = [own(cell) for _, cell in found.iterrows()]
-    names = [
-        in_papers(recipe) + (f" ({', '.join(some)})" if some else "")
-        for recipe, some in zip(found.recipe, labels, strict=True)
-    ]
-    return found.assign(name=names, labels=labels, ahead=shown > 0, behind=shown < 0)
-
-
-def _labels(found: pd.DataFrame) -> list[str]:
-    """What tells a table's rows apart beside the recipe."""
-    others = ("dataset", "model", "recipe", "sparsity")
-    first = [*found].index("cells" if "cells" in found else "metric")
-    return [key for key in [*found][:first] if key not in others]
-
-
-def _findings(part: str) -> list[str]:
-    """The best recipes, and which differ from the baseline, in registered and exploratory tests."""
-    ((_, exploratory, command),) = _parts(part)
-    found, said = _cells(command), []
-    if "best" in found:
-        said += [f"**Best sparse mean of the first table:** {_spoken(found, found.best == 1)}."]
-    if "p" in found:
-        found = found[found.difference.notna()]  # without the baseline
-        marked = found.recipe.isin(exploratory) | found["labels"].map(
-            lambda labels: not {*exploratory}.isdisjoint(labels)
-        )
-        sides = {
-            "Better": found.ahead & ~marked,
-            "Worse": found.behind & ~marked,
-            "Better, exploratory": found.ahead & marked,
-            "Worse, exploratory": found.behind & marked,
-        }
-        texts = {side: _spoken(found, where) for side, where in sides.items()}
-        shown = [f"{side}: {text}." for side, text in texts.items() if text]
-        word = "[Significant](../statistics.md#significant)"
-        said += [f"**{word} differences to {_reference(command)}.** {' '.join(shown) or 'None.'}"]
-    return [f"- {line}" for line in said]
-
-
-def _baseline(command: str) -> str:
-    """The recipe, or the first label, of what a table compares with."""
-    words = shlex.split(command)
-    return words[words.index("--baseline") + 1].split()[0]
-
-
-def _reference(command: str) -> str:
-    return in_papers(_baseline(command)).replace("dense", "dense training")
-
-
-def _losses(command: str) -> list[str]:
-    """How many recipes dense training is significantly ahead of, by ratio."""
-    found = _cells(f"{command} --baseline dense")
-    found = found[found.difference.notna()]
-    shown = _counted(found, found.behind)
-    return [f"- **Recipes significantly worse than dense training (exploratory):** {shown}."]
-
-
-def _leads(command: str) -> list[str]:
-    """Which rows are better than the baseline in most cells; of a table over all cells."""
-    found = _cells(command)
-    names = _listed([*found.name[found.better > found.cells / 2]]) or "no recipe"
-    return [f"- **Ahead of {_reference(command)} in most cells:** {names}."]
-
-
-def _verdicts(commands: str) -> list[str]:
-    """What tables against SR-STE say of each paper's claim, a column a table."""
-    verdicts = {
-        name: _verdicts_of(command, exploratory) for name, exploratory, command in _parts(commands)
-    }
-    rows = [
-        [f"{claim} | `{recipe}`", *(column.get(recipe, "-") for column in verdicts.values())]
-        for recipe, (claim, _) in CLAIMS.items()
-        if any(recipe in column for column in verdicts.values())
-    ]
-    return _markdown(["claim", "row", *verdicts], rows)
-
-
-def _parts(commands: str) -> Iterator[tuple[str, list[str], str]]:
-    """Of each command its name, and which of its recipes and settings are exploratory."""
-    for part in commands.split("; "):
-        column = COLUMN.fullmatch(part)
-        assert column, part
-        name, marked, recipes, command = column.groups()
-        yield name, (recipes.split(", ") if recipes else [*CLAIMS]) if marked else [], command
-
-
-def _markdown(head: list[str], lines: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines)]
-
-
-def _csv(file: str) -> list[str]:
-    """A file of few lines as it is."""
-    with (DOCS.parent / file).open(encoding="utf-8", newline="") as text:
-        head, *lines = csv.reader(text)
-    return _markdown(head, lines)
-
-
-def _verdicts_of(command: str, exploratory: list[str]) -> dict[str, str]:
-    """By recipe, whether its claim holds in a table of one column of differences, and the figure
-    there. Of exploratory ones only whether they are ahead or behind: they decide no claim. Of a
-    recipe with several rows the first counts: as published.
-    """
-    found = _cells(command).drop_duplicates("recipe").set_index("recipe")
-    table = [line.strip("| ").split("|") for line in _printed(command)[-1].splitlines()]
-    figures: dict[str, str] = {}
-    for cells in table:
-        figures.setdefault(cells[0].strip(), cells[-1].strip().partition(" p")[0])
-    verdicts = {}
-    for recipe, (_, side) in CLAIMS.items():
-        if recipe in found.index:
-            row, words = found.loc[recipe], VERDICTS
-            if recipe in exploratory:
-                side, words = "ahead", PLACES
-            word = words[0 if row[side] else 1 if row.ahead or row.behind else 2]
-            late = _late(command) if recipe == "step" else ""
-            verdicts[recipe] = f"{word}: {figures[recipe]}{late}"
-    return verdicts
-
-
-def _late(command: str) -> str:
-    """A mark where STEP switched at its latest step in all runs of a table."""
-    caption = " ".join(_printed(command))
-    never = "decided its switch in 0 of" in caption and "not known whether" not in caption
-    return " (t_max)" if never else ""
-
-
-def _lines(text: str) -> list[str]:
-    """What tables of differences say of a claim, a line a cell, but for the rows of the baseline's
-    recipe.
-    """
-    head, _, commands = text.partition(": ")
-    lines = []
-    for name, exploratory, command in _parts(commands):
-        caption, *_, table = _printed(command)
-        places, _, *rows = ([*map(str.strip, line[1:-1].split("|"))] for line in table.splitlines())
-        labels = sum(bool(KEY.fullmatch(place)) for place in places)
-        words = PLACES if exploratory else VERDICTS
-        more_is_better = "perplexity" not in caption
-        for row in rows:
-            if row[0] == _baseline(command):
-                continue
-            keys = zip(places[1:labels], row[1:labels], strict=True)
-            own = [named(key, value) for key, value in keys if value != "null"]
-            for place, figure in zip(places[labels:], row[labels:], strict=True):
-                worse = figure.startswith("\N{MINUS SIGN}") == more_is_better
-                word = words[2 if "*" not in figure else 1 if worse else 0]
-                found = f"{word}: {figure.partition(' p')[0]}{_late(command)}"
-                lines.append([", ".join([name, *own, place]), found])
-    return _markdown(["where", head], lines)
-
-
-def _contrast(files: str) -> list[str]:
-    """By how much more SR-STE loses to dense training under Adam than under SGD, for each of Adam's
-    settings: by seed, the mean over the ratios.
-    """
-    metric = "test/accuracy"
-    lines = []
-    for name, file in (part.split(" = ") for part in files.split("; ")):
-        runs = pd.read_csv(DOCS.parent / file, low_memory=False)
-        # a tuned recipe has a rate of its own in each cell
-        keys = ["optimizer"] if "tuned.trials" in runs else ["optimizer", "optimizer.lr"]
-        lost = {}
-        for at, some in runs.groupby(keys):
-            dense, sparse = (
-                some[some.recipe == recipe].groupby("seed")[metric].mean()
-                for recipe in ("dense", "sr_ste")
-            )
-            lost[at] = summarise((dense - sparse).to_dict(), [])
-        (sgd,) = (lost.pop(at) for at in [*lost] if at[0] == "sgd")
-        for at, cell in lost.items():
-            gap = paired(cell, sgd, 0.0)
-            assert gap, file
-            assert gap.spread, file
-            error = gap.spread / gap.n**0.5
-            rate = "".join(f" at {rate:g}" for rate in at[1:])
-            figure = interval(gap.mean, gap.low, gap.high, metric, error)
-            lines.append([f"{name}, {in_papers(at[0])}{rate}", f"{figure} ({gap.n})"])
-    return _markdown(["Adam against SGD", "loss under Adam - loss under SGD, in points"], lines)
-
-
-def _spoken(found: pd.DataFrame, where: pd.Series) -> str:
-    """Recipes and ratios in words: a recipe's own labels only where they matter, and recipes with
-    the same ratios together. Their numbers where the words would be too many.
-    """
-    places: dict[str, list[str]] = {}
-    for (recipe, at), some in found.assign(where=where).groupby(["recipe", "at"], sort=False):
-        names = [in_papers(recipe)] if some["where"].all() else some.name[some["where"]]
-        for name in names:
-            places.setdefault(name, []).append(at)
-    every = found["at"].nunique()
-    alike: dict[str, list[str]] = {}
-    for name, at in places.items():
-        text = "at every ratio" if len(at) == every > 1 else _listed(at).replace(" at ", " ")
-        alike.setdefault(text, []).append(name)
-    words = "; ".join(f"{_listed(names)} {at}" for at, names in alike.items())
-    return words if len(words.split()) <= 22 else _counted(found, where)
-
-
-def _counted(found: pd.DataFrame, where: pd.Series) -> str:
-    counts = where.groupby(found["at"], sort=False).agg(["sum", "count"])
-    if counts["count"].nunique() > 1:
-        return _listed([f"{row['sum']} of {row['count']} {at}" for at, row in counts.iterrows()])
-    places = _listed([*counts.index]).replace(" at ", " ")
-    return f"{_listed([*counts['sum'].astype(str)])} of {counts['count'].iloc[0]} {places}"
-
-
-def _listed(words: list[str]) -> str:
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
-
-
-def _settings(command: str) -> list[str]:
-    """The learning rate of each cell and what else the trials varied, at the table's places."""
-    words = shlex.split(command)
-    file = DOCS.parent / words[2]
-    runs, trials = (
-        pd.read_csv(path, dtype=str, keep_default_na=False, low_memory=False)
-        for path in (file, file.with_name(f"{file.stem}_trials.csv"))
-    )
-    for key, _, values in (word.partition("=") for word in words if "=" in word):
-        runs = runs[runs[key].isin(values.split(","))]
-    if "cell" in trials:
-        trials["recipe"] = trials.cell.str.split().str[0]
-    varied = {
-        recipe: [key for key in some if key.startswith("recipe.") and some[key].nunique() > 1]
-        for recipe, some in trials.groupby("recipe")
-    }
-
-    def setting(run: pd.Series) -> str:
-        own = [key for key in varied.get(run.recipe, []) if run[key] not in ("", "null")]
-        shown = [f"{key.removeprefix('recipe.')} {_short(run[key])}" for key in own]
-        return ", ".join([_short(run["optimizer.lr"]), *shown])
-
-    keys = words[words.index("--rows") + 1].split(",") if "--rows" in words else ["recipe"]
-    runs = runs.assign(setting=runs.apply(setting, axis=1))
-    chosen = runs.groupby([*keys, "sparsity"]).setting.unique().map("; ".join)
-    table = [text.strip("|").split("|") for text in _table(command)[0].splitlines()]
-    head, _, *rows = [[cell.strip() for cell in row] for row in table]
-    for row in rows:
-        labels = row[: len(keys)]
-        dense = chosen.get((*labels, "dense"), "-")
-        row[len(keys) :] = [chosen.get((*labels, ratio), dense) for ratio in head[len(keys) :]]
-    return [formats.aligned(head, rows).rstrip()]
-
-
-def _short(value: object) -> str:
-    try:
-        return f"{float(str(value)):.3g}"
-    except ValueError:
-        return f"`{value}`"
-
-
-def _commands(text: str) -> list[str]:
-    """Every command that a table or a picture of the page comes from."""
-    found = re.findall(r"<!-- [^\n]*-->", text)
-    found = re.findall(r"nmrun (?:table|plot) .*?(?=; | -->)", "\n".join(found))
-    return ["```bash", *dict.fromkeys(found), "```"]
-
-
-BLOCKS = {
-    "advice": _advice,
-    "table": _table,
-    "differences": _differences,
-    "findings": _findings,
-    "losses": _losses,
-    "leads": _leads,
-    "settings": _settings,
-    "verdicts": _verdicts,
-    "lines": _lines,
-    "contrast": _contrast,
-    "csv": _csv,
-    "commands": _commands,
-}
-
-
 def draw() -> None:
     """Draw the pictures of the pages of results, and the one of which recipe to take."""
     for path in results():
         for command in PICTURE.findall(path.read_text(encoding="utf-8")):
-            _printed(command)
+            output(command)
     for script in ("which_recipe.py", "retraining.py"):
         subprocess.run([sys.executable, DOCS / "pictures" / script], check=True)
 

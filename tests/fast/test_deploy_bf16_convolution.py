@@ -17,6 +17,7 @@ from torch import nn
 import nmrun
 from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.cpu.packed_convolution import Bf16Convolution
+from nmrun.kernels.compiler import find_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +89,7 @@ def test_a_state_of_another_shape_is_refused() -> None:
             model.load_state_dict(state | change)
 
 
+@pytest.mark.skipif(find_compiler() is None, reason="no C compiler here")
 def test_where_the_processor_has_none_they_stay_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bf16, "KERNELS", replace(bf16.KERNELS, sources=("nm_scratch",)))
     choices = [c for c in nmrun.deploy(net("2:4"), normal_bf16(5, 8, 6, 7)) if not c.always_dense]

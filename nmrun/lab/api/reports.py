@@ -62,7 +62,7 @@ def table(
         cols: config keys that make the columns; ``sparsity`` by default.
         metric: the task's own by default; several with ``cols="metric"``.
         baseline: the row that each is compared with, seed by seed.
-        overall: give one difference a row, over all cells together.
+        overall: give one difference for each row and data set, over all of its cells.
         verify: refuse runs whose files changed after they finished.
 
     Returns:
@@ -71,8 +71,9 @@ def table(
             ``median``, ``seeds`` and their ``values``. A baseline adds ``difference``, its 95 %
             interval ``low`` to ``high``, ``p``, and ``least``, the smallest true difference that
             the test would find with a probability of 0.8. Accuracies are from 0 to 1. With
-            ``overall`` there is a row for each data set and one for ``all cells``: ``cells``,
-            ``better`` (in how many of them), and ``difference`` in standard deviations of a run.
+            ``overall`` there is a row for each data set: ``cells``, ``better`` (in how many of
+            them), and ``difference`` in standard deviations of a run. For several data sets there
+            is one for ``all cells`` as well, and with each left out, ``all but text``.
 
     Raises:
         ConfigError: for an unknown key, metric, condition or baseline, where no run is left, and

@@ -27,10 +27,12 @@ from nmrun.lab.compare.runs import (
     usual_metric,
     verify,
 )
+from nmrun.lab.compare.statistics import Difference
 from nmrun.lab.compare.tables import Run, Table, against, build, settings_apart
 
 GROUPS = ("dataset", "model")  # of which each has a table
 ALL = "all cells"
+ALL_BUT = "all but"
 PARTS = 12  # tables that settings make; of more they are rows
 
 
@@ -42,7 +44,7 @@ class Query:
     default that of the task). ``filter`` has conditions ``KEY=VALUE`` or ``KEY!=VALUE``. A cell
     shows ``statistic``: ``mean``, ``median`` or ``best``, with ``digits`` after the point, or as
     many as the deviation justifies. ``baseline`` is the row that others are compared with, by a
-    paired t-test; ``overall``: over all cells as well."""
+    moderated t-test; ``overall``: over all cells of each data set as well."""
 
     rows: tuple[str, ...] = ()
     cols: tuple[str, ...] = ()
@@ -177,7 +179,8 @@ def _groups(runs: pd.DataFrame, keys: list[str]) -> list[pd.DataFrame]:
 
 def lines(comparison: Comparison) -> Lines:
     """A head, then a line for each cell. A comparison over all cells has a line for each row and
-    data set instead, and one for each row and ``all cells``. None stands for an undefined value.
+    data set instead; for several data sets also one for each row and ``all cells``, and with each
+    left out, ``all but text``. None stands for an undefined value.
 
     ``best`` is 0 or 1. ``without`` counts the runs that gave no value. ``least`` is the smallest
     difference that could have been shown. A dense reference has one line, not one for each ratio.
@@ -215,12 +218,15 @@ def _of_rows(comparison: Comparison) -> Lines:
     numbers = ["cells", "better", "median", "difference", "low", "high", "p", "least", "freedom"]
     lines: Lines = [[*comparison.tables[0].row_keys, "dataset", *numbers]]
     for row in comparison.overall:
-        by_data = [(data, part.means, overall.mean([part])) for data, part in row.parts.items()]
-        for data, means, gap in [*by_data, (ALL, row.means, row.mean)]:
+        by_data = {data: (part.means, part.gap) for data, part in row.parts.items()}
+        together = {ALL: (row.means, Difference(row.mean, 0))} if row.all_but else {}
+        for left_out, mean in row.all_but.items():
+            rest = [m for data, part in row.parts.items() if data != left_out for m in part.means]
+            together[f"{ALL_BUT} {left_out}"] = rest, Difference(mean, 0)
+        for data, (means, gap) in (by_data | together).items():
             counts = len(means), overall.better(means), statistics.median(means)
-            p, least = (gap.p, gap.least) if data == ALL else (None, None)
-            interval = gap.value, gap.low, gap.high
-            lines.append([*row.row, data, *counts, *interval, p, least, gap.freedom])
+            test = gap.mean, gap.low, gap.high, gap.p, gap.least, gap.freedom
+            lines.append([*row.row, data, *counts, *test])
     return lines
 
 

@@ -80,6 +80,7 @@ METRICS = {
     "f1": "F1",
     "flops/training_arithmetic": "FLOPs of training, without the multiplications by zero",
     "flops/training_dense": "FLOPs of dense training",
+    "flops/training_hardware": "FLOPs of training on 2:4 tensor cores",
     "sparsity/flip_rate": "flip rate",
     "seconds": "time",
 }
@@ -179,6 +180,11 @@ def interval(
     decimals = places(value, metric, error) if digits is None else digits
     ends = [signed(end, metric, decimals) for end in (low, high) if end is not None]
     return signed(value, metric, decimals) + (f" [{', '.join(ends)}]" if ends else "")
+
+
+def two_digits(value: float, metric: str) -> str:
+    """A value of a metric, to two significant digits."""
+    return printed(value, metric, places(value, metric, value / 5))
 
 
 def p_value(p: float | None) -> str:

@@ -1,4 +1,4 @@
-"""One difference to the baseline over all cells of some tables: is a recipe better on the whole?
+"""The differences to a baseline over all cells of a data set: is a recipe better at this task?
 
 Perplexities and accuracies have no unit in common. So a cell is measured in the standard deviation
 of a run over its seeds there: the median over the rows that are not compared. With a unit from the
@@ -6,8 +6,8 @@ compared rows, a spread that is small by chance would make a difference look cer
 counts alike.
 
 Runs of one data set and one seed see the same batches, at whatever ratio, so they are one
-observation. The test is of the means over such runs, whose spread each data set has for itself. It
-is the t-test of Welch 1947 for a weighted sum of means, with Satterthwaite's degrees of freedom.
+observation. The test is of the means over such runs. Data sets are not observations of tasks at
+large, so nothing is tested over all of them: the mean over all but one says how much hangs on each.
 """
 
 from __future__ import annotations
@@ -15,70 +15,35 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare.notation import Key
-from nmrun.lab.compare.statistics import (
-    FEWEST,
-    LEVEL,
-    Tested,
-    corrected,
-    detectable_mean,
-    t_quantile,
-    t_two_sided,
-)
+from nmrun.lab.compare.statistics import Difference, difference, holm, moderated
 from nmrun.lab.compare.tables import Table, pairs, step
 
 
 @dataclass(frozen=True)
 class DataSetPart:
-    """A row's cells of one data set.
+    """A row's cells of one data set, in standard deviations of a run, positive where it is better.
 
-    ``means`` has the mean difference of each cell, positive where the row is better. ``gaps`` has
-    the mean over all cells, one value for each seed that every cell has. ``least`` is the smallest
-    spread over seeds that the metrics' resolution can tell from 0. ``apart``: whether the unit, a
-    standard deviation, is of other runs than the differences.
+    ``means`` has the mean difference of each cell. ``gap`` is of the mean over all cells, over the
+    seeds that every cell has. Nothing is known of its spread where units are of the compared runs.
     """
 
     means: list[float]
-    gaps: list[float]
-    least: float
-    apart: bool = True
-
-
-@dataclass(frozen=True)
-class Mean(Tested):
-    """A mean difference in standard deviations of a run, positive where the row is better.
-
-    ``low`` to ``high`` is its 95 % interval. It is None where a data set has fewer than two seeds
-    that all of its cells have. So it is for several cells whose units are of the compared runs.
-    ``p`` is None for fewer than three seeds as well. ``error`` is the standard error, with
-    ``freedom`` degrees of freedom. ``least`` is the smallest true difference that the test would
-    have found with a probability of 0.8.
-    """
-
-    value: float
-    error: float | None = None
-    freedom: float | None = None
-    low: float | None = None
-    high: float | None = None
-    p: float | None = None
-    least: float | None = None
+    gap: Difference
 
 
 @dataclass(frozen=True)
 class Overall:
-    """A row against the baseline: its ``parts`` by data set, and the mean over all of its cells.
-    ``failed`` of its ``runs`` there are in no difference.
-    """
+    """A row against the baseline, by data set. ``failed`` of its ``runs`` failed."""
 
     row: Key
     parts: dict[str, DataSetPart]
-    mean: Mean
     failed: int = 0
     runs: int = 0
 
@@ -92,14 +57,32 @@ class Overall:
         """The median of the cells' mean differences, which no single cell can move."""
         return statistics.median(self.means)
 
+    @property
+    def mean(self) -> float:
+        """The mean over all cells."""
+        return _mean(self.parts.values())
+
+    @property
+    def all_but(self) -> dict[str, float]:
+        """The mean over the cells of all other data sets, by the one that is left out; empty for a
+        single data set."""
+        return {
+            left_out: _mean(part for data, part in self.parts.items() if data != left_out)
+            for left_out in self.parts
+            if len(self.parts) > 1
+        }
+
+
+def _mean(parts: Iterable[DataSetPart]) -> float:
+    sums = [(len(part.means), len(part.means) * part.gap.mean) for part in parts]
+    return math.fsum(total for _, total in sums) / sum(cells for cells, _ in sums)
+
 
 def against(tables: Sequence[Table], baseline: str) -> list[Overall]:
-    """Compare the rows of some tables, one for each data set and model, with a baseline over all
-    cells.
+    """Compare the rows of some tables, one for each data set and model, with a baseline.
 
-    p-values are corrected for their number by Holm's method, and ``least`` is at the level that it
-    begins with. Raises ConfigError if a table has no such row, and where no other row shares a seed
-    with it.
+    Spreads are moderated, and p-values corrected for their number, over all rows and data sets.
+    Raises ConfigError if a table has no such row, and where no other row shares a seed with it.
     """
     gathered: dict[Key, dict[str, list[_Cell]]] = {}
     for table in tables:
@@ -115,8 +98,16 @@ def against(tables: Sequence[Table], baseline: str) -> list[Overall]:
         cells = [cell for table in tables for cell in table.cells_of(row)]
         failed = sum(cell.without.get("failed", 0) for cell in cells)
         runs = failed + sum(cell.n for cell in cells)
-        rows.append(Overall(row, parts, mean(list(parts.values())), failed, runs))
-    return _corrected(rows)
+        rows.append(Overall(row, parts, failed, runs))
+    gaps = {(each.row, data): part.gap for each in rows for data, part in each.parts.items()}
+    judged = holm(moderated(gaps))
+    return [
+        replace(
+            each,
+            parts={data: replace(p, gap=judged[each.row, data]) for data, p in each.parts.items()},
+        )
+        for each in rows
+    ]
 
 
 def better(means: Sequence[float]) -> int:
@@ -124,42 +115,20 @@ def better(means: Sequence[float]) -> int:
     return sum(value > 0 for value in means)
 
 
-def mean(parts: Sequence[DataSetPart]) -> Mean:
-    """The mean over data sets, weighed by their cells, with its interval and p-value."""
-    every = [value for part in parts for value in part.means]
-    if any(len(part.gaps) < 2 for part in parts) or not weighed(parts):
-        return Mean(statistics.fmean(every))
-    weights = [len(part.means) / len(every) for part in parts]
-    value = sum(w * statistics.fmean(p.gaps) for w, p in zip(weights, parts, strict=True))
-    squares = [
-        (w * max(statistics.stdev(p.gaps), p.least)) ** 2 / len(p.gaps)
-        for w, p in zip(weights, parts, strict=True)
-    ]
-    if not sum(squares):  # all values are equal
-        return Mean(value)
-    of_squares = sum(v**2 / (len(p.gaps) - 1) for v, p in zip(squares, parts, strict=True))
-    error, freedom = math.sqrt(sum(squares)), sum(squares) ** 2 / of_squares
-    half = error * t_quantile((1 + LEVEL) / 2, freedom)
-    tested = all(len(part.gaps) >= FEWEST for part in parts)
-    p = float(t_two_sided(np.array(abs(value) / error), freedom)) if tested else None
-    return Mean(value, error, freedom, value - half, value + half, p)
-
-
-def weighed(parts: Sequence[DataSetPart]) -> bool:
-    """Whether the cells' units are independent of their differences. A single cell needs no unit."""
-    return all(part.apart for part in parts) or sum(len(part.means) for part in parts) == 1
-
-
 @dataclass(frozen=True)
 class _Cell:
     gaps: dict[object, float]  # in units of the cell, by seed
+    failed: set[object]  # seeds, in either of the compared cells
     least: float  # one step of the metric in that unit
     apart: bool = True  # the unit is of other runs
 
 
 def _cell(table: Table, row: Key, column: Key, rival: Key) -> _Cell | None:
     """A cell against the baseline's; None where they share no seed."""
-    ours, theirs = table.cells[row, column].values, table.cells[rival, column].values
+    higher = table.higher_is_better(table.metric_of(row, column))
+    cell, other = table.cells[row, column], table.cells[rival, column]
+    ours, theirs = cell.judged(higher), other.judged(higher)
+    failed = {*cell.failed, *other.failed}
     common = [seed for seed in ours if seed in theirs]
     if not common:
         return None
@@ -175,11 +144,11 @@ def _cell(table: Table, row: Key, column: Key, rival: Key) -> _Cell | None:
         ),
     )
     unit = max(unit * inverse(counts) if apart else unit, least)
-    sign = 1.0 if table.higher_is_better(table.metric_of(row, column)) else -1.0
+    sign = 1.0 if higher else -1.0
     if not unit:  # all runs of the column are equal
-        return _Cell(dict.fromkeys(common, 0.0), 0.0)
+        return _Cell(dict.fromkeys(common, 0.0), failed, 0.0)
     gaps = {seed: sign * (ours[seed] - theirs[seed]) / unit for seed in common}
-    return _Cell(gaps, least / unit, apart)
+    return _Cell(gaps, failed, least / unit, apart)
 
 
 @functools.lru_cache
@@ -201,25 +170,11 @@ def _data_set(table: Table, row: Key, column: Key) -> str:
 
 
 def _part(cells: Sequence[_Cell]) -> DataSetPart:
-    common = [seed for seed in cells[0].gaps if all(seed in cell.gaps for cell in cells)]
-    gaps = [statistics.fmean(cell.gaps[seed] for cell in cells) for seed in common]
-    least = min(cell.least for cell in cells) / len(cells)
     means = [statistics.fmean(cell.gaps.values()) for cell in cells]
-    return DataSetPart(means, gaps, least, all(cell.apart for cell in cells))
-
-
-def _corrected(rows: Sequence[Overall]) -> list[Overall]:
-    p_values, level = corrected([row.mean.p for row in rows])
-    return [
-        replace(row, mean=_judged(row.mean, p, level))
-        for row, p in zip(rows, p_values, strict=True)
-    ]
-
-
-def _judged(average: Mean, p: float | None, level: float) -> Mean:
-    if p is None:
-        return average
-    assert average.error is not None  # there is a p-value
-    assert average.freedom is not None
-    least = average.error * detectable_mean(average.freedom, level)
-    return replace(average, p=p, least=least)
+    common = [seed for seed in cells[0].gaps if all(seed in cell.gaps for cell in cells)]
+    if not common or not all(cell.apart for cell in cells):
+        return DataSetPart(means, Difference(statistics.fmean(means), len(common)))
+    gaps = {seed: statistics.fmean(cell.gaps[seed] for cell in cells) for seed in common}
+    failed = {seed for cell in cells for seed in cell.failed}
+    least = min(cell.least for cell in cells) / len(cells)
+    return DataSetPart(means, difference(gaps, failed, least, max(map(abs, gaps.values()))))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +19,8 @@ LEVEL = 0.95
 POWER = 0.8
 FEWEST = 3  # pairs, for a test
 BISECTIONS = 50  # of the interval in which a difference is searched for
+HEAVIEST = 4  # times the degrees of freedom of a sample: the prior's at most
+NEWTON = 50  # steps at most; it takes five or six
 DIGITS = 12  # beyond these, values differ by rounding
 
 
@@ -27,7 +28,8 @@ DIGITS = 12  # beyond these, values differ by rounding
 class Cell:
     """Statistics over seeds. The mean is None without runs, the sample standard deviation for fewer
     than two. ``values`` are by seed, or by anything that pairs runs; ``without`` counts the runs
-    that gave no value, by reason."""
+    that gave no value, by reason. ``failed`` has the seeds of those that failed and count in a
+    difference."""
 
     mean: float | None
     sd: float | None
@@ -35,6 +37,14 @@ class Cell:
     without: dict[str, int]
     median: float | None = None
     values: dict[object, float] = field(default_factory=dict)
+    failed: tuple[object, ...] = ()
+
+    def judged(self, higher_is_better: bool) -> dict[object, float]:
+        """The values by seed that a difference is of. A failed seed has that of the worst other."""
+        if not self.failed or not self.values:
+            return self.values
+        worst = (min if higher_is_better else max)(self.values.values())
+        return self.values | dict.fromkeys(self.failed, worst)
 
     def counted(self) -> str:
         """How many runs have a value, and how many have none, by reason: ``3, 2 failed``."""
@@ -45,9 +55,12 @@ class Cell:
 
 
 def summarise(
-    values: Sequence[float] | Mapping[object, float], without: Sequence[str] = ()
+    values: Sequence[float] | Mapping[object, float],
+    without: Sequence[str] = (),
+    failed: Sequence[object] = (),
 ) -> Cell:
-    """The cell of several runs: their values by seed or in order, and why the others have none."""
+    """The cell of several runs: their values by seed or in order, why the others have none, and
+    which seeds failed."""
     by_seed: dict[object, float] = dict(
         values.items() if isinstance(values, Mapping) else enumerate(values)
     )
@@ -59,6 +72,7 @@ def summarise(
         without=dict(sorted(Counter(without).items())),
         median=statistics.median(numbers) if n else None,
         values=by_seed,
+        failed=tuple(failed),
     )
 
 
@@ -75,53 +89,40 @@ class Tested:
 
 @dataclass(frozen=True)
 class Difference(Tested):
-    """Mean of the differences over ``n`` common seeds.
+    """The mean of the differences over the seeds that two cells have in common.
 
-    ``spread`` is their standard deviation, at least the metric's grain. ``low`` to ``high`` is the
-    95 % interval of Student's t: None where nothing is known of the spread. ``p`` is None for fewer
-    than three seeds. ``least`` is the smallest true difference that the test would have found with
-    a probability of 0.8 (infinite: none); :func:`holm` computes it.
+    ``n`` counts those that failed in neither cell. ``spread`` is their standard deviation, at least
+    the metric's grain; None where nothing is known of it. :func:`moderated` shrinks it, and adds
+    its degrees of ``freedom``, the 95 % interval from ``low`` to ``high``, and ``p``, which is None
+    for fewer than three such seeds. ``least`` is the smallest true difference that the test would
+    have found with a probability of 0.8 (infinite: none); :func:`holm` computes it.
     """
 
     mean: float
     n: int
     spread: float | None = None
+    freedom: float | None = None
     low: float | None = None
     high: float | None = None
     p: float | None = None
     least: float | None = None
 
+    @property
+    def error(self) -> float:
+        """The standard error of the mean; 0.0 where nothing is known of it."""
+        return (self.spread or 0.0) / math.sqrt(max(1, self.n))
 
-class Estimate(NamedTuple):
-    """Mean, spread, 95 % interval and p-value, each of shape (...)."""
 
-    mean: Floats
-    spread: Floats
-    low: Floats
-    high: Floats
-    p: Floats
+def _without_noise(values: Floats, size: float | None = None) -> Floats:
+    """Rounded to twelve digits of the largest (or of ``size``), so that ties are ties."""
+    size = float(np.abs(values).max(initial=0.0) if size is None else size)
+    return values.round(DIGITS - math.ceil(math.log10(size))) if size else values
 
 
 def grain(values: Iterable[float]) -> float:
     """The smallest difference between two unequal values of a metric; 0.0 if all are equal."""
     steps = np.diff(np.unique(_without_noise(np.array([*values], float))))
     return float(steps.min()) if len(steps) else 0.0
-
-
-def student(gaps: Floats, grain: float | Floats) -> Estimate:
-    """Student's paired t-test, two-sided, and interval (Student 1908), of ``gaps`` (..., n), n at
-    least 2.
-
-    The spread is at least ``grain``, the smallest step of the metric. Seeds that differ by the same
-    number of test images show that the spread is less than an image, not that there is none.
-    """
-    n = gaps.shape[-1]
-    mean, spread = gaps.mean(-1), np.maximum(gaps.std(-1, ddof=1), grain)
-    error = spread / math.sqrt(n)
-    half = t_quantile((1 + LEVEL) / 2, n - 1) * error
-    with np.errstate(divide="ignore", invalid="ignore"):
-        p = t_two_sided(np.abs(mean) / error, n - 1)
-    return Estimate(mean, spread, mean - half, mean + half, np.where(mean == 0, 1.0, p))
 
 
 # scipy.stats has these too, but takes most of a second to import
@@ -141,29 +142,106 @@ def t_two_sided(value: Floats, freedom: float) -> Floats:
     return np.asarray(2 * special.stdtr(freedom, -value))
 
 
-def paired(ours: Cell, baseline: Cell, grain: float) -> Difference | None:
-    """The first cell less the second, over the seeds that both have, with Student's paired test,
-    two-sided; None where they share none."""
-    common = [seed for seed in ours.values if seed in baseline.values]
+def paired(
+    ours: Cell, baseline: Cell, grain: float, higher_is_better: bool = True
+) -> Difference | None:
+    """The first cell less the second, over the seeds that both have; None where they share none.
+
+    A failed seed counts in the mean, and is no observation of the spread. That is at least
+    ``grain``, the smallest step of the metric: seeds that differ by the same number of test images
+    show that the spread is less than an image, not that there is none.
+    """
+    first, second = (cell.judged(higher_is_better) for cell in (ours, baseline))
+    common = [seed for seed in first if seed in second]
     if not common:
         return None
-    values = np.array([[cell.values[seed] for seed in common] for cell in (ours, baseline)], float)
-    gaps, n = _without_noise(values[0] - values[1], np.abs(values).max()), len(common)
-    if n == 1:
-        return Difference(float(gaps[0]), n)
-    t = student(gaps, grain)
-    mean, spread = float(t.mean), float(t.spread)
-    p = None if n < FEWEST else float(t.p)
-    # all differences are equal, so nothing tells their spread
-    if spread <= 10.0**-DIGITS * np.abs(values).max():
-        return Difference(mean, n, p=None if p is None or gaps.any() else 1.0)
-    return Difference(mean, n, spread, float(t.low), float(t.high), p)
+    values = np.array([[by_seed[seed] for seed in common] for by_seed in (first, second)], float)
+    gaps = dict(zip(common, values[0] - values[1], strict=True))
+    size = float(np.abs(values).max())
+    return difference(gaps, {*ours.failed, *baseline.failed}, grain, size)
 
 
-def _without_noise(values: Floats, size: float | None = None) -> Floats:
-    """Rounded to twelve digits of the largest (or of ``size``), so that ties are ties."""
-    size = float(np.abs(values).max(initial=0.0) if size is None else size)
-    return values.round(DIGITS - math.ceil(math.log10(size))) if size else values
+def difference(
+    gaps: Mapping[object, float], failed: Collection[object], grain: float, size: float
+) -> Difference:
+    """The difference that has these ``gaps`` by seed, between values as large as ``size``."""
+    every = _without_noise(np.array([*gaps.values()], float), size)
+    seen = np.array([gap for seed, gap in zip(gaps, every, strict=True) if seed not in failed])
+    if len(seen) < 2:
+        return Difference(float(every.mean()), len(seen))
+    spread = max(float(seen.std(ddof=1)), grain)
+    # below, all differences are equal, so nothing tells their spread
+    known = spread > 10.0**-DIGITS * size
+    return Difference(float(every.mean()), len(seen), spread if known else None)
+
+
+def moderated(differences: Mapping[Place, Difference]) -> dict[Place, Difference]:
+    """The differences of one table and metric with moderated spreads, and what follows from these:
+    interval and p-value of a two-sided t-test."""
+    known = {place: d for place, d in differences.items() if d.spread is not None}
+    if not known:
+        return dict(differences)
+    spreads = np.array([d.spread for d in known.values()])
+    variance, freedom = moderate(spreads**2, np.array([d.n - 1.0 for d in known.values()]))
+    judged = dict(differences)
+    for (place, d), spread, free in zip(known.items(), np.sqrt(variance), freedom, strict=True):
+        error = float(spread) / math.sqrt(d.n)
+        half = t_quantile((1 + LEVEL) / 2, float(free)) * error
+        p = float(t_two_sided(np.array(abs(d.mean) / error), free)) if d.n >= FEWEST else None
+        judged[place] = replace(
+            d,
+            spread=float(spread),
+            freedom=float(free),
+            low=d.mean - half,
+            high=d.mean + half,
+            p=p,
+        )
+    return judged
+
+
+def moderate(variances: Floats, freedom: Floats) -> tuple[Floats, Floats]:
+    """Sample variances (..., m) with ``freedom`` (..., m), shrunk to each other; and the degrees of
+    freedom that these have, at most those of all together.
+
+    After Smyth 2004 (Linear models and empirical Bayes methods for assessing differential
+    expression, section 6). A prior variance with d0 degrees of freedom counts beside each
+    sample's. d0 is his moment estimate: infinite where variances do not differ by more than chance.
+    Three things are on the safe side of his, and docs/statistics.md says what they prevent: the
+    prior is the geometric mean of the variances, d0 has a limit, and no variance becomes lower than
+    it was found.
+    """
+    from scipy import special
+
+    m = variances.shape[-1]
+    if m == 1:  # there is nothing to shrink to
+        return variances, np.broadcast_to(freedom, variances.shape)
+    logs = np.log(variances) - special.digamma(freedom / 2) + np.log(freedom / 2)
+    centre = logs.mean(-1, keepdims=True)
+    chance = special.polygamma(1, freedom / 2).mean(-1, keepdims=True)
+    beyond = ((logs - centre) ** 2).sum(-1, keepdims=True) / (m - 1) - chance
+    most = HEAVIEST * freedom.mean(-1, keepdims=True)
+    prior = np.minimum(2 * trigamma_inverse(beyond), most)
+    share = 1 / (1 + freedom / prior)
+    shrunk = share * np.exp(centre) + (1 - share) * variances
+    return np.maximum(variances, shrunk), np.minimum(
+        prior + freedom, freedom.sum(-1, keepdims=True)
+    )
+
+
+def trigamma_inverse(values: Floats) -> Floats:
+    """The x with trigamma(x) = value, by Newton's method as in Smyth 2004, appendix; infinite for a
+    value of 0 or less."""
+    from scipy import special
+
+    positive = np.where(values > 0, values, 1.0)
+    x = 0.5 + 1 / positive
+    for _ in range(NEWTON):
+        trigamma = special.polygamma(1, x)
+        change = trigamma * (1 - trigamma / positive) / special.polygamma(2, x)
+        x = x + change
+        if (np.abs(change) < 1e-10 * x).all():
+            break
+    return np.where(values > 0, x, np.inf)
 
 
 def step_down(p: Floats) -> Floats:
@@ -175,36 +253,21 @@ def step_down(p: Floats) -> Floats:
     return corrected
 
 
-def corrected(p_values: Sequence[float | None]) -> tuple[list[float | None], float]:
-    """p-values corrected for their number by Holm's method, None where there is no test; and the
-    level for the smallest, 0.05 divided by their number."""
-    tested = [p for p in p_values if p is not None]
-    by_test = iter(step_down(np.array(tested)).tolist())
-    level = (1 - LEVEL) / max(1, len(tested))
-    return [None if p is None else next(by_test) for p in p_values], level
-
-
 def holm(differences: Mapping[Place, Difference]) -> dict[Place, Difference]:
-    """The differences with p-values as of :func:`corrected`, and ``least`` at its level."""
-    p_values, level = corrected([d.p for d in differences.values()])
+    """The differences with p-values corrected for their number by Holm's method, and ``least`` at
+    the level for the smallest of these: 0.05 divided by their number."""
+    tested = {place: d for place, d in differences.items() if d.p is not None}
+    level = (1 - LEVEL) / max(1, len(tested))
     judged = dict(differences)
-    for (place, d), p in zip(differences.items(), p_values, strict=True):
-        if p is None:
-            continue
-        least = None if d.spread is None else d.spread * detectable(d.n, level)
+    p_values = step_down(np.array([d.p for d in tested.values()], float))
+    for (place, d), p in zip(tested.items(), p_values.tolist(), strict=True):
+        least = None if d.freedom is None else d.error * detectable(d.freedom, level)
         judged[place] = replace(d, p=p, least=least)
     return judged
 
 
-def detectable(n: int, level: float) -> float:
-    """The mean difference that a paired t-test of ``n`` pairs finds four times in five, in
-    deviations.
-    """
-    return detectable_mean(n - 1, level) / math.sqrt(n)
-
-
 @functools.cache
-def detectable_mean(freedom: float, level: float) -> float:
+def detectable(freedom: float, level: float) -> float:
     """The mean that a two-sided t-test finds with a probability of 0.8, in true standard errors.
 
     The noncentral t as a mean over the sample deviation's quantiles: scipy's own fails far out.
@@ -221,14 +284,6 @@ def detectable_mean(freedom: float, level: float) -> float:
         power = (special.ndtr(middle - bars) + special.ndtr(-bars - middle)).mean()
         low, high = (middle, high) if power < POWER else (low, middle)
     return high
-
-
-def seeds_for_half(n: int, level: float) -> int:
-    """The fewest pairs that detect a difference half as large as ``n`` pairs do."""
-    half = detectable(n, level) / 2
-    # four times as many halve the error of the mean, and the deviation is known better
-    more = range(n, 4 * n + 1)
-    return more[bisect.bisect_left(more, -half, key=lambda pairs: -detectable(pairs, level))]
 
 
 def cell_value(cell: Cell, statistic: str, higher_is_better: bool) -> float | None:

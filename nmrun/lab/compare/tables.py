@@ -32,6 +32,7 @@ from nmrun.lab.compare.statistics import (
     cell_value,
     grain,
     holm,
+    moderated,
     paired,
     summarise,
 )
@@ -61,10 +62,11 @@ class Table:
     epochs from which their best weights were chosen.
 
     ``differences`` are between a cell and that of its ``baseline`` row in the same column. Their
-    p-values are corrected for their number. ``across`` has the keys in which a row and its baseline
-    differ. ``unpaired`` has the cells that share no seed with their baseline. ``control`` says
-    whether there are dense runs of these settings. ``paper`` has published figures as printed, by
-    row and column. ``pruned`` says which rows were pruned in one shot: some, ``all``, or none.
+    spreads are moderated within a metric, and p-values corrected for the number of all. ``across``
+    has the keys in which a row and its baseline differ. ``unpaired`` has the cells that share no
+    seed with their baseline. ``control`` says whether there are dense runs of these settings.
+    ``paper`` has published figures as printed, by row and column. ``pruned`` says which rows were
+    pruned in one shot: some, ``all``, or none.
     ``failed`` counts runs that have a value and are taken for failed, see ``_set_apart``.
     """
 
@@ -305,7 +307,7 @@ def _set_apart(table: Table) -> Table:
         if seeds := failed.get(id(cell)):
             values = {seed: value for seed, value in cell.values.items() if seed not in seeds}
             reasons = [*Counter(cell.without).elements(), *["failed"] * len(seeds)]
-            rest[id(cell)] = summarise(values, reasons)
+            rest[id(cell)] = summarise(values, reasons, (*cell.failed, *seeds))
     cells = {place: rest.get(id(cell), cell) for place, cell in table.cells.items()}
     return replace(table, cells=cells, failed=sum(map(len, failed.values())))
 
@@ -328,17 +330,22 @@ def _stands(places: Collection[Place], keys: Key) -> dict[Place, list[Key]]:
 def _cell(group: Sequence[Run]) -> Cell:
     values: dict[object, float] = {}
     without = []
+    failed = []
     for run in group:
         value = run.get(run["metric"], math.nan)
         if run["status"] != "finished":
-            without.append(run["status"])
+            why = run["status"]
         elif value is None or math.isinf(value):  # null: it was not finite
-            without.append("failed")
+            why = "failed"
         elif value != value:
-            without.append("without a value")
+            why = "without a value"
         else:
             values[run["seed"]] = float(value)
-    return summarise(values, without)
+            continue
+        without.append(why)
+        if why == "failed" and run["metric"].partition("/")[0] in SCORES:
+            failed.append(run["seed"])
+    return summarise(values, without, failed)
 
 
 def _of_failed(cells: Sequence[Sequence[Run]]) -> str:
@@ -470,7 +477,8 @@ def against(table: Table, baseline: str) -> Table:
     unpaired: list[Place] = []
     for (row, column), rival in rivals.items():
         cell, other = table.cells[row, column], table.cells[rival, column]
-        if (gap := paired(cell, other, step(table, row, column))) is not None:
+        higher = table.higher_is_better(table.metric_of(row, column))
+        if (gap := paired(cell, other, step(table, row, column), higher)) is not None:
             differences[row, column] = gap
             across |= _unlike(table, row, rival)
         elif cell.n and other.n:
@@ -479,11 +487,14 @@ def against(table: Table, baseline: str) -> Table:
         raise ConfigError(
             f"--baseline {baseline}: no other row has runs of the same seeds; the test pairs runs by their seed"
         )
-    corrected = holm(differences)
+    by_metric: dict[str, dict[Place, Difference]] = {}
+    for place, gap in differences.items():
+        by_metric.setdefault(table.metric_of(*place), {})[place] = gap
+    judged = {place: gap for some in by_metric.values() for place, gap in moderated(some).items()}
     return replace(
         table,
         baseline=every,
-        differences=corrected,
+        differences=holm({place: judged[place] for place in differences}),
         across=sorted(across),
         unpaired=unpaired,
     )

@@ -253,9 +253,10 @@ class Trainer(Group):
     budget: Annotated[
         str | None,
         BUDGET,
-        "length of the run, in place of epochs: flops:1e12 (counted arithmetically), "
-        "flops:dense (as dense training needs for epochs) or seconds:600 (of training, by a "
-        "trial)",
+        "length of the run, in place of epochs: flops:1e12 (multiplications, without those by "
+        "zero), hardware_flops:1e12 (as 2:4 tensor cores need), flops:dense or "
+        "hardware_flops:dense (as dense training needs for epochs) or seconds:600 (of training, "
+        "by a trial)",
     ] = None
     batch_size: Annotated[int, whole(1), "examples in an optimizer step, over all processes"] = 64
     accumulate: Annotated[

@@ -58,6 +58,9 @@ def parsed(allowed: str, convert: Callable[[Any], Any]) -> Check:
     return Check(allowed, lambda value: wrong(value) is None, convert, why=why)
 
 
+AS_DENSE = ("flops:dense", "hardware_flops:dense")  # budgets
+
+
 def _expressions(value: Any) -> Any:
     texts = [value] if isinstance(value, str) else value
     if texts is not None and not (
@@ -91,10 +94,10 @@ def _pattern(value: Any, blocks: bool = False) -> str | None:
 
 
 def _budget(value: Any) -> str | None:
-    if value in (None, "flops:dense"):
+    if value in (None, *AS_DENSE):
         return value
     unit, _, amount = str(value).partition(":")
-    if unit not in ("flops", "seconds") or not 0 < float(amount) < math.inf:
+    if unit not in ("flops", "hardware_flops", "seconds") or not 0 < float(amount) < math.inf:
         raise ValueError
     return f"{unit}:{float(amount)!r}"
 
@@ -152,8 +155,8 @@ ACTIVATIONS = parsed(
 
 
 BUDGET = parsed(
-    "flops:dense, flops:<number above 0> such as flops:1e12, seconds:<number above 0> such as "
-    "seconds:600, or null",
+    "flops:dense, flops:<number above 0> such as flops:1e12, hardware_flops:dense, "
+    "hardware_flops:<number above 0>, seconds:<number above 0> such as seconds:600, or null",
     _budget,
 )
 

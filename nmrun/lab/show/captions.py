@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from nmrun import ranges
-from nmrun.lab.compare import notation, overall
+from nmrun.lab.compare import notation
 from nmrun.lab.compare.conditions import same
-from nmrun.lab.compare.notation import places, printed, unit, words
+from nmrun.lab.compare.notation import two_digits, unit, words
 from nmrun.lab.compare.overall import Overall
-from nmrun.lab.compare.statistics import FEWEST, Difference, seeds_for_half
+from nmrun.lab.compare.statistics import FEWEST, Difference
 from nmrun.lab.compare.tables import Table
 from nmrun.lab.keys import options
 from nmrun.lab.output import quantity
@@ -120,7 +120,7 @@ def comparison(table: Table) -> list[str]:
     if not tested:
         return [f"{first} (number of seeds)", f"no test: {untested(gaps)}", *beware]
     star = f" ({STAR})" if any(gap.significant for gap in gaps) else ""
-    notes = [f"paired t-test, Holm's correction for {quantity(len(tested), 'comparison')}{star}"]
+    notes = [f"moderated t-test, Holm's correction for {quantity(len(tested), 'comparison')}{star}"]
     if any(gap.n < FEWEST for gap in gaps):
         notes.append("no test for fewer than three seeds")
     if least := smallest(table, ends=False):
@@ -143,8 +143,8 @@ def method(table: Table) -> str:
     if table.baseline:
         gaps = list(table.differences.values())
         sentences.append(
-            "Differences are over the seeds that both have. Each interval is Student's, not corrected, "
-            "with a spread of at least one step of the metric"
+            "Differences are over the seeds that both have, and a failed seed counts as the worst other run of its cell. "
+            "Each interval is Student's, not corrected, with a moderated spread of at least one step of the metric"
         )
         if any(gap.n == 1 for gap in gaps):
             sentences.append("No interval for one seed")
@@ -152,7 +152,7 @@ def method(table: Table) -> str:
             sentences.append(
                 f"Tests are two-sided, and Holm's method begins with the level 0.05/{tests}"
             )
-            sentences += _least(table, tests)
+            sentences += _least(table)
     return " ".join(f"{text[:1].upper()}{text[1:]}." for text in sentences)
 
 
@@ -179,25 +179,20 @@ def smallest(table: Table, ends: bool = True) -> str:
             by_metric.setdefault(table.metric_of(*place), []).append(gap.least)
     texts = []
     for metric, least in by_metric.items():
-
-        def text(value: float, name: str = metric) -> str:
-            return printed(value, name, places(value, name, value / 5))  # two digits
-
         where = f" in {metric}" if len(by_metric) > 1 else ""
-        rest = f" ({text(min(least))} to {text(max(least))})" if ends and len(least) > 1 else ""
-        texts.append(f"{text(statistics.median(least))}{rest}{where}")
+        rest = (
+            f" ({two_digits(min(least), metric)} to {two_digits(max(least), metric)})"
+            if ends and len(least) > 1
+            else ""
+        )
+        texts.append(f"{two_digits(statistics.median(least), metric)}{rest}{where}")
     return ", ".join(texts)
 
 
-def _least(table: Table, tests: int) -> list[str]:
+def _least(table: Table) -> list[str]:
     if not (difference := smallest(table)):
         return []
-    counts = {gap.n for gap in table.differences.values() if gap.least is not None}
-    sentence = f"At that level there is {POWER} of {difference}, median (and range) over the cells"
-    if len(counts) == 1:
-        seeds = seeds_for_half(counts.pop(), 0.05 / tests)
-        sentence += f"; half of it would take {seeds} seeds"
-    return [sentence]
+    return [f"At that level there is {POWER} of {difference}, median (and range) over the cells"]
 
 
 def _in(metric: str, difference: bool = False) -> str:
@@ -208,49 +203,36 @@ def _in(metric: str, difference: bool = False) -> str:
 # --- over all cells -------------------------------------------------------------------------------
 
 
-def over_all_cells(
-    rows: Sequence[Overall], tables: Sequence[Table], apart: Sequence[str]
-) -> list[str]:
-    """The lines above a table over all cells; ``apart`` are the data sets with a column of their
-    own."""
+def over_all_cells(rows: Sequence[Overall], tables: Sequence[Table], several: bool) -> list[str]:
+    """The lines above a table over all cells of each data set; ``several``: of more than one."""
     baseline = ", ".join(dict.fromkeys(" ".join(row) for t in tables for row in t.baseline))
     metrics = ", ".join(dict.fromkeys(table.metric for table in tables))
+    by = "by data set" if several else "over all cells together"
     first = (
-        f"Difference to {baseline} in {metrics} over all cells together (positive is better), "
-        "in standard deviations of a run over its seeds, with 95 % intervals"
+        f"Difference to {baseline} in {metrics} {by} (positive is better), "
+        "in standard deviations of a run over its seeds, with 95 % intervals (number of cells)"
     )
-    if apart:
-        first += " (number of cells)"
+    gaps = [part.gap for each in rows for part in each.parts.values()]
     notes = []
-    if least := sorted(each.mean.least for each in rows if each.mean.least is not None):
-        count, middle = len(least), statistics.median(least)
-        size = printed(middle, "", places(middle, "", middle / 5))
-        star = f" ({STAR})" if any(each.mean.significant for each in rows) else ""
+    if least := sorted(gap.least for gap in gaps if gap.least is not None):
+        count, size = len(least), two_digits(statistics.median(least), "")
+        star = f" ({STAR})" if any(gap.significant for gap in gaps) else ""
         notes += [
-            f"Welch's t-test, Holm's correction for {quantity(count, 'comparison')}{star}",
+            f"moderated t-test, Holm's correction for {quantity(count, 'comparison')}{star}",
             f"{POWER} of {size} (median)",
         ]
-    notes += _without(rows)
+    if several:
+        notes.append("no test over all cells: the last column leaves out the data set in brackets")
+    if any(gap.n < FEWEST for gap in gaps):
+        notes.append("no test for fewer than three seeds of a data set")
+    if any(gap.n > 1 and gap.spread is None for gap in gaps):
+        notes.append(
+            "no interval and no test where a column has only the two rows compared: deviations must be of other runs"
+        )
     beware = _conditions(tables)
     if len({len(each.means) for each in rows}) > 1:
         beware.insert(0, "not all rows have the same cells")
     return [first, *("; ".join(line) for line in (notes, beware) if line)]
-
-
-def _without(rows: Sequence[Overall]) -> list[str]:
-    """Why rows have no interval or no test."""
-    every = [list(each.parts.values()) for each in rows]
-    fewest = min(len(part.gaps) for parts in every for part in parts)
-    notes = []
-    if fewest < FEWEST:
-        notes.append("no test for fewer than three seeds of a data set")
-    if fewest < 2:
-        notes.append("no interval for fewer than two")
-    if not all(map(overall.weighed, every)):
-        notes.append(
-            "no interval and no test where a column has only the two rows compared: deviations must be of other runs"
-        )
-    return notes
 
 
 def _conditions(tables: Sequence[Table]) -> list[str]:

@@ -58,7 +58,9 @@ def table(argv: Sequence[str]) -> int:
     )
     _comparison(parser, "such as dense")
     parser.add_argument(
-        "--overall", action="store_true", help="one difference for each row, over all cells"
+        "--overall",
+        action="store_true",
+        help="one difference for each row and data set, over all its cells",
     )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write to FILE instead of the terminal"

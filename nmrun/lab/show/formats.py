@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +30,8 @@ from nmrun.lab.compare.notation import (
     short,
     words,
 )
-from nmrun.lab.compare.overall import Mean, Overall, better, mean
-from nmrun.lab.compare.statistics import Cell, cell_value
+from nmrun.lab.compare.overall import Overall, better
+from nmrun.lab.compare.statistics import Cell, Difference, cell_value
 from nmrun.lab.compare.tables import Table
 from nmrun.lab.output import quantity
 from nmrun.lab.show import captions, cautions
@@ -40,8 +39,8 @@ from nmrun.lab.show import captions, cautions
 READABLE = ("markdown", "latex")
 METHOD = (
     "The unit of a cell is the median over the other rows of its column, corrected for the bias of so few seeds. "
-    "Intervals hold for the units found. Every cell counts alike. Seeds of one data set are observations, and their "
-    "spread is that of the data set. Failed seeds are in no difference. Tests are two-sided."
+    "Intervals hold for the units found. Every cell counts alike. Seeds of one data set are observations. A failed seed "
+    "counts as the worst other run of its cell. Tests are two-sided."
 )
 Line = tuple[list[str], list[tuple[str, bool]]]
 
@@ -166,10 +165,13 @@ def _difference(table: Table, row: Key, column: Key) -> tuple[str, bool]:
     gap, metric = table.differences.get((row, column)), table.metric_of(row, column)
     if gap is None:
         return "-", False
-    error = (gap.spread or 0.0) / math.sqrt(gap.n)
-    written = interval(gap.mean, gap.low, gap.high, metric, error, table.digits)
+    return f"{_judged(gap, metric, table.digits)} ({gap.n})", False
+
+
+def _judged(gap: Difference, metric: str, digits: int | None) -> str:
     star = "*" if gap.significant else ""
-    return f"{written}{p_value(gap.p)}{star} ({gap.n})", False
+    written = interval(gap.mean, gap.low, gap.high, metric, gap.error, digits)
+    return f"{written}{p_value(gap.p)}{star}"
 
 
 # --- over all cells -------------------------------------------------------------------------------
@@ -179,35 +181,47 @@ def _over_all_cells(comparison: Comparison) -> Grid:
     rows, tables = comparison.overall, comparison.tables
     keys = tables[0].row_keys
     every = list(dict.fromkeys(data for each in rows for data in each.parts))
-    apart = every if len(every) > 1 else []
+    several = len(every) > 1
     fails = any(each.failed for each in rows)
     columns = [*keys, "better in"]
     if fails:
         columns.append("failed")
-    columns += ["median cell", *apart, ALL]
+    columns += ["median cell", *(every if several else [ALL])]
+    if several:
+        columns += [ALL, "but for one data set"]
     written = []
     for each in rows:
-        star = "*" if each.mean.significant else ""
         cells = [f"{better(each.means)} of {len(each.means)}"]
         if fails:
             cells.append(f"{each.failed} of {each.runs}")
-        cells.append(interval(each.median, None, None, "", each.mean.error))
-        cells += [_part(each, data) for data in apart]
-        cells.append(f"{_mean(each.mean)}{p_value(each.mean.p)}{star}")
+        error = max(part.gap.error for part in each.parts.values())
+        cells.append(_plain(each.median, error))
+        cells += [_part(each, data) for data in every]
+        if several:
+            ends = sorted((value, data) for data, value in each.all_but.items())
+            cells += [
+                _plain(each.mean, error),
+                " to ".join(
+                    f"{_plain(value, error)} ({data})" for value, data in (ends[0], ends[-1])
+                )
+                if ends
+                else "-",
+            ]
         written.append(([short(label) for label in each.row], [(cell, False) for cell in cells]))
-    above = captions.over_all_cells(rows, tables, apart)
+    above = captions.over_all_cells(rows, tables, several)
     return Grid(above, len(keys), columns, written, METHOD)
 
 
 def _part(each: Overall, data: str) -> str:
+    """``+0.5 [+0.2, +0.8] p=0.01* (4)``: difference, interval, p-value, number of cells."""
     if data not in each.parts:
         return "-"
     part = each.parts[data]
-    return f"{_mean(mean([part]))} ({len(part.means)})"
+    return f"{_judged(part.gap, '', None)} ({len(part.means)})"
 
 
-def _mean(gap: Mean) -> str:
-    return interval(gap.value, gap.low, gap.high, "", gap.error)
+def _plain(value: float, error: float) -> str:
+    return interval(value, None, None, "", error)
 
 
 def _latex_over_all_cells(grid: Grid, aliases: Mapping[str, str] | None) -> str:
@@ -427,7 +441,7 @@ def _caption(table: Table, n: int, aliases: Mapping[str, str] | None) -> str:
     if table.baseline:
         gaps = table.differences.values()
         whom = escape(", ".join({notation.written(row[0], aliases) for row in table.baseline}))
-        test = "(paired t-test, Holm's correction, $p < 0.05$)"
+        test = "(moderated t-test, Holm's correction, $p < 0.05$)"
         if any(gap.significant for gap in gaps):
             notes.append(f"$^{{*}}$: differs from {whom} {test}")
         elif any(gap.p is not None for gap in gaps):

@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from nmrun.errors import ConfigError
 from nmrun.lab.compare import notation
 from nmrun.lab.compare.comparison import Comparison, Query, check_labels, compare, keys, one_metric
-from nmrun.lab.compare.overall import Overall
 from nmrun.lab.compare.runs import check_name, usual_metric
 from nmrun.lab.compare.tables import Table
 from nmrun.lab.show import curves, points
@@ -117,7 +116,7 @@ def plot(runs: pd.DataFrame, query: Query, kind: str, layout: Layout = PLAIN) ->
 
 
 def over_all_cells(comparison: Comparison, layout: Layout) -> Figure:
-    """The mean difference of each cell by data set, and that of all cells with its interval."""
+    """The difference of each cell, and that of each data set with its interval."""
     tables, rows = comparison.tables, comparison.overall
     keys, every = tables[0].row_keys, list(dict.fromkeys(d for each in rows for d in each.parts))
     baseline = dict.fromkeys(row for table in tables for row in table.baseline)
@@ -137,25 +136,19 @@ def over_all_cells(comparison: Comparison, layout: Layout) -> Figure:
             axes.plot(
                 *zip(*points, strict=True), label=notation.written(data, layout.labels), **how
             )
-        axes.errorbar(
-            [place - BESIDE * (0.5 + len(every) / 2) for place in range(len(rows))],
-            [each.mean.value for each in rows],
-            [[_to(each, each.mean.low) for each in rows], [_to(each, each.mean.high) for each in rows]],
-            color=INK, marker="D", markersize=5, linestyle="none", elinewidth=1.6, label="all cells, 95 %",
-        )  # fmt: skip
+            for place, each in enumerate(rows):
+                gap = each.parts[data].gap if data in each.parts else None
+                if gap is not None and gap.low is not None and gap.high is not None:
+                    x = place + BESIDE * (i + 1.5 - len(every) / 2)
+                    axes.plot([x, x], [gap.low, gap.high], color=INK, linewidth=1.2, zorder=1)
         labels = (" ".join(notation.column(keys, each.row, layout.labels)) for each in rows)
         axes.set_xticks(range(len(rows)), ["\n".join(textwrap.wrap(label, 14)) for label in labels])
         axes.set_ylabel(f"better than {against} by\nstandard deviations of a run")
         if layout.ylim:
             axes.set_ylim(layout.ylim)
-        own_title = f"Against {against}, all cells together"
+        own_title = f"Against {against}, with 95 % intervals of each data set"
         if text := own_title if layout.title is None else layout.title:
             figure.suptitle(textwrap.fill(text, int(LETTERS * figure.get_figwidth())))
         legend(figure)
         fit(figure, layout)
     return figure
-
-
-def _to(each: Overall, end: float | None) -> float:
-    """How far the interval's end is from the mean; nothing is drawn where it is not known."""
-    return 0.0 if end is None else abs(end - each.mean.value)

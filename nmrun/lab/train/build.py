@@ -177,7 +177,7 @@ def _planned_steps(config: Config, task: Task, whole: nn.Module, device: torch.d
             f"trainer.average={trainer.average}: trainer.steps={trainer.steps} are fewer epochs, "
             f"of {batches} batches"
         )
-    if not (trainer.budget or "").startswith("flops:"):
+    if not (trainer.budget or "").startswith(("flops:", "hardware_flops:")):
         return steps
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         twin = copy.deepcopy(whole)

@@ -258,13 +258,14 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def steps_in(budget: str, cost: Flops, recipe: Recipe, total_steps: int, items: float) -> int:
-    """How many steps use up a budget of FLOPs, multiplications by zero left out: ``flops:<number>``, or
-    ``flops:dense`` for those of ``total_steps`` dense steps.
+    """How many steps use up a budget of FLOPs: ``flops:<number>`` leaves multiplications by zero out,
+    ``hardware_flops:<number>`` those that 2:4 tensor cores skip. ``dense`` in place of the number:
+    those of ``total_steps`` dense steps.
 
     ``recipe`` has begun for ``total_steps``; its phases keep their shares of the run."""
-    target = budget.removeprefix("flops:")
+    count, _, target = budget.partition(":")
     per_item = cost.dense * total_steps if target == "dense" else float(target) / items
-    return round(per_item / cost.planned(recipe, total_steps))
+    return round(per_item / cost.planned(recipe, total_steps, hardware=count == "hardware_flops"))
 
 
 def count(

@@ -15,7 +15,7 @@ from typing import Any
 from nmrun.errors import extra
 from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import RUNNING_TEXT
-from nmrun.lab.keys.ranges import START
+from nmrun.lab.keys.ranges import AS_DENSE, START
 from nmrun.lab.keys.recipe_facts import recipe_facts
 from nmrun.lab.runs.run_folder import weights_in
 from nmrun.patterns import Pattern, PatternError, written
@@ -162,7 +162,7 @@ def _wrong_training(facts: Facts) -> Iterator[str]:
         )
     if facts.valid("trainer.steps", "trainer.budget"):
         steps, budget = trainer["steps"], trainer["budget"]
-        if steps is not None and budget not in (None, "flops:dense"):
+        if steps is not None and budget not in (None, *AS_DENSE):
             yield (
                 f"trainer.steps={steps} and trainer.budget={budget} each say how long the run is: "
                 "give one of them"

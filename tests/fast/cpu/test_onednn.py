@@ -19,6 +19,7 @@ from training import Conv1D
 from nmrun import accelerate, optim, sparsify
 from nmrun.fast import acceleration
 from nmrun.fast.cpu import onednn, probe
+from nmrun.fast.cpu.kernels import products
 from nmrun.fast.measurement import Times, as_data, from_data
 from nmrun.lab.train import build, console
 
@@ -26,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not onednn.available(), reason="torch has no oneDNN here"),
     pytest.mark.usefixtures("small_layers"),
 ]
+needs_compiler = pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler here")
 train = functools.partial(perceptrons.train, parts=1)
 FAST, SLOW = Times(0.0, 1.0, 1.0, 1.0), Times(0.0, 2.0, 2.0, 2.0)
 
@@ -110,6 +112,7 @@ def test_gradients_and_their_gradients() -> None:
             torch.testing.assert_close(ours.double(), right, rtol=1e-4, atol=1e-4)
 
 
+@needs_compiler
 def test_the_probe_finds_them_right() -> None:
     for pattern in (None, probe.Pattern(2, 4)):
         shape = probe.LinearShape(64, 36, 70, torch.float32, pattern)
@@ -123,6 +126,7 @@ def test_the_probe_finds_them_right() -> None:
 # --- where they are taken -------------------------------------------------------------------------
 
 
+@needs_compiler
 @pytest.mark.parametrize("recipe", ["dense", "ste"])
 def test_layers_that_are_dense_train_by_onednn(
     recipe: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -152,6 +156,7 @@ def test_layers_that_are_dense_train_by_onednn(
     assert not calls
 
 
+@needs_compiler
 @pytest.mark.parametrize("recipe", ["dense", "ste"])
 def test_layers_that_are_called_by_keyword(
     recipe: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -204,6 +209,7 @@ def test_gradients_of_single_examples(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(gradients[name][i], parameter.grad)
 
 
+@needs_compiler
 def test_dense_phases_of_packed_layers(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch, dense=SLOW, onednn=FAST, packed=Times(0.0, 0.5, 0.5, 9.0))
     model, optimizer, handle = start("step", switch=0.5, exclude=["0", "4"])
@@ -241,6 +247,7 @@ def test_finalize_and_off_take_them_back(calls: list[Any], monkeypatch: pytest.M
     assert all("forward" not in vars(module) for module in model.modules())
 
 
+@needs_compiler
 @pytest.mark.parametrize(
     ("own", "taken"),
     [(FAST, True), (Times(0.0, 1.98, 1.98, 1.98), False), (Times(wrong="WRONG results"), False)],

@@ -16,18 +16,19 @@ import numpy as np
 import pandas as pd
 import pytest
 from numpy.typing import NDArray
+from recomputed import Gaps, judged
 from scipy import stats
 from verbs import verb
 
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab.compare import overall
+from nmrun.lab.compare import statistics as tables_statistics
 from nmrun.lab.compare.comparison import Comparison
-from nmrun.lab.compare.overall import DataSetPart, mean
 from nmrun.lab.compare.statistics import summarise
 from nmrun.lab.compare.tables import Table, against, build
 from nmrun.lab.show import formats, plots
-from nmrun.lab.show.style import Layout
+from nmrun.lab.show.style import INK, Layout
 
 Values = dict[str, dict[str, list[float]]]  # by ratio and recipe, one a seed
 
@@ -82,39 +83,34 @@ def of(*tables: Table) -> dict[str, overall.Overall]:
     return {each.row[0]: each for each in overall.against(tables, "sr_ste")}
 
 
-def test_one_data_set_is_a_t_test_of_means_over_its_cells():
-    rows = of(words())
-    p = {}
-    for recipe in ("asp", "ste"):
-        gaps = together(WORDS, recipe, -1)  # a lower perplexity is better
-        test = stats.ttest_1samp(gaps, 0.0)
-        low, high = test.confidence_interval()
-        one, p[recipe] = rows[recipe].mean, test.pvalue
-        assert (one.value, one.low, one.high) == pytest.approx((statistics.fmean(gaps), low, high))
-        assert one.freedom == pytest.approx(3)
-    first, second = sorted(p, key=p.__getitem__)
-    assert rows[first].mean.p == pytest.approx(2 * p[first])  # Holm's
-    assert rows[second].mean.p == pytest.approx(max(2 * p[first], p[second]))
+def test_each_data_set_is_a_test_of_means_over_its_cells():
+    """All of them are one family, whose spreads are moderated."""
+    rows = of(words(), images())
+    gaps = {
+        (recipe, data): together(values, recipe, sign)
+        for recipe in ("asp", "ste")
+        for data, values, sign in (("shakespeare", WORDS, -1), ("digits", IMAGES, 1))
+    }
+    for (recipe, data), expected in judged({at: Gaps(g, g) for at, g in gaps.items()}).items():
+        gap = rows[recipe].parts[data].gap
+        assert (gap.mean, gap.low, gap.high, gap.p) == pytest.approx(
+            (expected.mean, expected.low, expected.high, expected.p)
+        )
+    assert list(rows["ste"].parts) == ["shakespeare", "digits"]
     assert [[value > 0 for value in each.means] for each in rows.values()] == [
-        [True, False],
-        [False, False],
+        [True, False, True, False],
+        [False, False, False, False],
     ]
 
 
-def test_two_data_sets_are_welchs_test():
-    """The mean of two means is half of what Welch's test compares, with one of them negated."""
-    rows = of(words(), images())
-    for recipe in ("asp", "ste"):
-        a, b = together(WORDS, recipe, -1), together(IMAGES, recipe, 1)
-        test = stats.ttest_ind(a, [-gap for gap in b], equal_var=False)
-        low, high = test.confidence_interval()
-        one = mean(list(rows[recipe].parts.values()))
-        assert (one.value, one.low, one.high) == pytest.approx(
-            ((statistics.fmean(a) + statistics.fmean(b)) / 2, low / 2, high / 2)
-        )
-        assert one.p == pytest.approx(test.pvalue)
-        assert one.freedom == pytest.approx(test.df)
-        assert list(rows[recipe].parts) == ["shakespeare", "digits"]
+def test_what_hangs_on_one_data_set_is_told():
+    """The mean over all cells, and over those of all data sets but one."""
+    small = {"2:4": IMAGES["2:4"]}
+    one = of(words(), images(small))["asp"]
+    a, b = (statistics.fmean(together(v, "asp", s)) for v, s in ((WORDS, -1), (small, 1)))
+    assert one.mean == pytest.approx((2 * a + b) / 3)
+    assert one.all_but == pytest.approx({"shakespeare": b, "digits": a})
+    assert of(words())["asp"].all_but == {}
 
 
 def test_a_dense_run_that_failed_is_one_failed_run():
@@ -129,14 +125,6 @@ def test_a_dense_run_that_failed_is_one_failed_run():
     table = build(pd.DataFrame(runs), "test/accuracy", ["recipe"], ["sparsity"])
     rows = {row.row[0]: (row.failed, row.runs) for row in overall.against([table], "ste")}
     assert rows == {"dense": (1, 5), "step": (0, 10)}
-
-
-def test_every_cell_counts_alike():
-    small = {"2:4": IMAGES["2:4"]}
-    rows = of(words(), images(small))
-    a, b = together(WORDS, "asp", -1), together(small, "asp", 1)
-    expected = (2 * statistics.fmean(a) + statistics.fmean(b)) / 3
-    assert rows["asp"].mean.value == pytest.approx(expected)
 
 
 def test_a_recipe_that_fails_with_one_seed_changes_no_unit():
@@ -154,22 +142,27 @@ def test_a_recipe_that_fails_with_one_seed_changes_no_unit():
     )  # fmt: skip
     failing = value * overall.inverse((4, 4, 4)) / overall.inverse((3, 4, 4))
     for values, expected in ((failed, failing), (calm, value)):
-        assert of(words(values))["ste"].mean.value == pytest.approx(expected)
+        assert of(words(values))["ste"].mean == pytest.approx(expected)
 
 
-def test_a_seed_that_failed_is_counted_and_in_no_difference():
-    """With three of the four seeds the difference is that of these three."""
+def test_a_seed_that_failed_is_counted_and_is_the_worst_other_run():
     more = {"step": [7.0, 7.3, 7.1, 7.2], "s_ste": [7.0, 7.4, 7.0, 6.9]}
     whole = {ratio: {**recipes, **more} for ratio, recipes in WORDS.items()}
-    failed = {
-        ratio: {**recipes, "asp": [*recipes["asp"][:3], 50.0]} for ratio, recipes in whole.items()
-    }
-    absent = {
-        ratio: {**recipes, "asp": [*recipes["asp"][:3], math.nan]}
-        for ratio, recipes in whole.items()
-    }
-    failing, expected = of(words(failed))["asp"], of(words(absent))["asp"]
-    assert failing.mean.value == pytest.approx(expected.mean.value)
+    first = {ratio: recipes["asp"][:3] for ratio, recipes in WORDS.items()}
+
+    def asp(last: dict[str, float]) -> overall.Overall:
+        values = {
+            ratio: {**recipes, "asp": [*first[ratio], last[ratio]]}
+            for ratio, recipes in whole.items()
+        }
+        return of(words(values))["asp"]
+
+    failed = {ratio: {**recipes, "asp": [*first[ratio], 50.0]} for ratio, recipes in whole.items()}
+    failing, worst = asp(dict.fromkeys(whole, 50.0)), asp({r: max(v) for r, v in first.items()})
+    assert failing.mean == pytest.approx(worst.mean)
+    # and no observation
+    (part,) = failing.parts.values()
+    assert part.gap.n == 3
     assert (failing.failed, failing.runs) == (2, 8)
     text = formats.render(
         Comparison([words(failed)], overall.against([words(failed)], "sr_ste")), "markdown"
@@ -205,82 +198,59 @@ def test_the_unit_is_corrected_for_its_bias(n):
     assert overall.inverse((n,) * 5) == pytest.approx((1 / units).mean(), rel=0.005)
 
 
-def test_the_compared_rows_alone_give_no_unit_for_several_cells():
+def test_the_compared_rows_alone_give_no_unit():
     alone = {
         ratio: {name: recipes[name] for name in ("ste", "sr_ste")}
         for ratio, recipes in WORDS.items()
     }
-    several = of(words(alone))["ste"].mean
-    assert (several.low, several.p) == (None, None)
-    assert several.value < 0
-    one = {"2:4": alone["2:4"]}  # of which the unit cancels
-    test = stats.ttest_rel(one["2:4"]["sr_ste"], one["2:4"]["ste"])
-    assert of(words(one))["ste"].mean.p == pytest.approx(test.pvalue)
+    (part,) = of(words(alone))["ste"].parts.values()
+    assert (part.gap.low, part.gap.p) == (None, None)
+    assert part.gap.mean < 0
 
 
-def test_three_seeds_of_each_data_set_for_a_test():
+def test_three_seeds_of_a_data_set_for_a_test():
     two = {
         ratio: {name: v if name == "asp" else v[:2] for name, v in recipes.items()}
         for ratio, recipes in IMAGES.items()
     }
-    gap = of(words(), images(two))["ste"].mean
-    assert gap.low is not None
-    assert gap.p is None
-    assert of(words(), images())["ste"].mean.p is not None
+    parts = of(words(), images(two))["ste"].parts
+    assert parts["digits"].gap.low is not None
+    assert parts["digits"].gap.p is None
+    assert parts["shakespeare"].gap.p is not None
     # the inverse of one deviation of two has no mean
     both = {
         ratio: {name: v[:2] for name, v in recipes.items()} for ratio, recipes in IMAGES.items()
     }
-    assert of(images(both))["ste"].mean.low is None
+    assert of(images(both))["ste"].parts["digits"].gap.low is None
 
 
 def test_equal_differences_are_a_step_apart_at_least():
-    """Seeds that differ by the same number of images show that the spread is below one."""
-    tied = {"2:4": {"ste": [0.91, 0.92, 0.93], "sr_ste": [0.90, 0.91, 0.92]}}
-    one = of(images(tied))["ste"].mean
-    expected = stats.t.sf(np.sqrt(3), 2) * 2  # the mean is one step, and so is the spread
-    assert one.p == pytest.approx(expected)
-    # runs that do not vary are one step apart, and over two ratios half a step can be told from none
+    """Runs that do not vary are one step apart; over two ratios half a step can be told from none."""
     still = {"ste": [0.91, 0.91, 0.91], "sr_ste": [0.90, 0.90, 0.90], "asp": [0.91, 0.91, 0.91]}
-    one = of(images({"2:4": still, "1:8": still}))["ste"].mean
-    assert one.value == pytest.approx(1.0)
-    assert one.p == pytest.approx(stats.t.sf(2 * np.sqrt(3), 2) * 2 * 2)  # of two rows
+    one = of(images({"2:4": still, "1:8": still}))["ste"].parts["digits"].gap
+    assert one.mean == pytest.approx(1.0)
+    t = 2 * math.sqrt(3 / (0.8 * math.exp(np.euler_gamma) + 0.2))  # as of ties in a table
+    assert one.p == pytest.approx(2 * stats.t.sf(t, 4) * 2)  # of two rows
     same = {"2:4": {"ste": [0.9, 0.9, 0.9], "sr_ste": [0.9, 0.9, 0.9]}}
-    nothing = of(images(same))["ste"].mean
-    assert (nothing.value, nothing.low, nothing.p) == (0.0, None, None)
+    nothing = of(images(same))["ste"].parts["digits"].gap
+    assert (nothing.mean, nothing.low, nothing.p) == (0.0, None, None)
 
 
 def test_seeds_that_every_cell_has():
     nan = float("nan")
     holes = {"2:4": {**WORDS["2:4"], "asp": [nan, 6.9, 7.3, 7.0]}, "1:8": WORDS["1:8"]}
     rows = of(words(holes))
-    assert [len(rows[recipe].parts["shakespeare"].gaps) for recipe in ("asp", "ste")] == [3, 4]
+    assert [rows[recipe].parts["shakespeare"].gap.n for recipe in ("asp", "ste")] == [3, 4]
     apart = {
         "2:4": {"ste": [7.0, nan], "sr_ste": [7.0, 7.1]},
         "1:8": {"ste": [nan, 8.0], "sr_ste": [8.0, 8.1]},
     }
-    one = of(words(apart))["ste"].mean  # two cells that cannot be put together seed by seed
-    assert (one.value, one.low, one.p) == (pytest.approx(0.1 / 2 / 0.1), None, None)
+    # two cells that cannot be put together seed by seed
+    one = of(words(apart))["ste"].parts["shakespeare"].gap
+    assert (one.mean, one.low, one.p) == (pytest.approx(0.1 / 2 / 0.1), None, None)
     strangers = {"2:4": {"ste": [7.0, nan], "sr_ste": [nan, 7.1]}}
     with pytest.raises(ConfigError, match="no other row has runs of the same seeds"):
         of(words(strangers))
-
-
-@pytest.mark.parametrize("n", [2, 3, 10])
-def test_means_over_data_sets_of_unlike_spreads_cover_and_err_as_they_say(n):
-    """And of unlike numbers of cells, two thousand times."""
-    rng, cells, spreads = np.random.default_rng(n), [4, 4, 1, 1], [1.0, 0.3, 2.0, 0.7]
-    every = [spread * rng.standard_normal((2_000, n)) for spread in spreads]
-    covered = rejected = 0
-    for gaps in zip(*every, strict=True):
-        one = mean(
-            [DataSetPart([0.0] * c, list(seeds), 0.0) for c, seeds in zip(cells, gaps, strict=True)]
-        )
-        covered += one.low <= 0.0 <= one.high
-        rejected += one.p is not None and one.p < 0.05
-    # with two seeds the approximation errs on the safe side
-    assert 0.93 < covered / 2_000 < (0.99 if n == 2 else 0.97)
-    assert rejected / 2_000 < 0.07
 
 
 def drawn(
@@ -318,7 +288,7 @@ def drawn(
 )
 def test_intervals_cover_and_tests_err_as_they_say(rows, n, monkeypatch):
     """From runs to the corrected p-values, with three data sets of unlike numbers of cells."""
-    monkeypatch.setattr(overall, "detectable_mean", lambda *_: 1.0)  # takes most of the time
+    monkeypatch.setattr(tables_statistics, "detectable", lambda *_: 1.0)  # takes most of the time
     rng, tries = np.random.default_rng(10 * rows + n), 600 // (rows - 1)
     covered, rejected = 0, 0
     for _ in range(tries):
@@ -326,73 +296,32 @@ def test_intervals_cover_and_tests_err_as_they_say(rows, n, monkeypatch):
             drawn(rng, data, np.exp(rng.standard_normal(cells)), rows, n)
             for data, cells in (("a", 5), ("b", 1), ("c", 2))
         ]
-        means = [each.mean for each in overall.against(tables, "r0")]
-        covered += sum(one.low <= 0 <= one.high for one in means if one.low is not None)
-        rejected += any(one.significant for one in means)
-        assert all((one.p is None) == (n < 3) for one in means)
-    # rows are compared with the same runs, so their errors come together; with two seeds the
-    # approximation errs on the safe side
-    assert 0.92 < covered / tries / (rows - 1) < (0.99 if n == 2 else 0.98)
+        gaps = [part.gap for each in overall.against(tables, "r0") for part in each.parts.values()]
+        covered += sum(one.low <= 0 <= one.high for one in gaps)
+        rejected += any(one.significant for one in gaps)
+        assert all((one.p is None) == (n < 3) for one in gaps)
+    # rows are compared with the same runs, so their errors come together; no spread becomes lower
+    # than it was found, so intervals are on the safe side
+    assert 0.94 < covered / tries / (rows - 1) / 3 < 0.995
     assert rejected / tries < 0.08
 
 
-@pytest.mark.parametrize(
-    ("rows", "n", "cells", "better", "in_true_units"),
-    [
-        (4, 5, (3, 2), 1.0, 0.89),
-        pytest.param(7, 3, (3, 2), 3.0, 0.67, marks=pytest.mark.slow),
-        pytest.param(4, 5, (3, 2), 9.0, 0.27, marks=pytest.mark.slow),
-        # as in the tuned comparisons
-        pytest.param(7, 5, (4, 4, 8, 4, 4), 0.0, 0.95, marks=pytest.mark.slow),
-        pytest.param(7, 5, (4, 4, 8, 4, 4), 1.0, 0.86, marks=pytest.mark.slow),
-        pytest.param(7, 5, (4, 4, 8, 4, 4), 3.0, 0.51, marks=pytest.mark.slow),
-        pytest.param(7, 5, (4, 4, 8, 4, 4), 9.0, 0.18, marks=pytest.mark.slow),
-    ],
-)
-def test_intervals_cover_what_there_is_in_the_units_found(
-    rows, n, cells, better, in_true_units, monkeypatch
-):
-    """The true difference of each cell, over the unit that its other rows gave. The mean over many
-    tables is the true one in true deviations. These are covered less often: how well a unit is
-    known is not in the interval.
-    """
-    monkeypatch.setattr(overall, "detectable_mean", lambda *_: 1.0)
-    rng, tries, covered, values = np.random.default_rng(rows + n), 250, 0, []
-    covered_true = 0
-    for _ in range(tries):
-        tables, truths = [], []
-        for data, columns in enumerate(cells):
-            spreads = np.exp(rng.standard_normal(columns))
-            table = drawn(rng, f"d{data}", spreads, rows, n, better)
-            for column, spread in zip(table.columns, spreads, strict=True):
-                others = [table.cells[(f"r{k}",), column].values for k in range(2, rows)]
-                unit = np.median([statistics.stdev(cell.values()) for cell in others])
-                truths.append(
-                    better * math.sqrt(2) * spread / unit / overall.inverse((n,) * (rows - 2))
-                )
-            tables.append(table)
-        one = next(each.mean for each in overall.against(tables, "r0") if each.row == ("r1",))
-        truth = statistics.fmean(truths)
-        covered += one.low <= truth <= one.high
-        covered_true += one.low <= better <= one.high
-        values.append(one.value)
-    assert 0.92 < covered / tries < 0.99
-    assert covered_true / tries == pytest.approx(in_true_units, abs=0.06)
+@pytest.mark.parametrize("better", [0.0, 1.0, 3.0])
+def test_differences_are_the_true_ones_on_average(better, monkeypatch):
+    """In true deviations of a run, though divided by sample deviations."""
+    monkeypatch.setattr(tables_statistics, "detectable", lambda *_: 1.0)
+    rng = np.random.default_rng(4)
+    values = [
+        next(
+            each.mean
+            for each in overall.against(
+                [drawn(rng, "a", np.exp(rng.standard_normal(3)), 4, 5, better)], "r0"
+            )
+            if each.row == ("r1",)
+        )
+        for _ in range(150)
+    ]
     assert np.mean(values) == pytest.approx(better, abs=0.08, rel=0.04)
-
-
-def test_the_smallest_difference_is_found_four_times_in_five():
-    rng = np.random.default_rng(0)
-    spreads, rejected, tries = [1.0, 0.5], 0, 2_000
-    # what it would be with the true spreads; each sample says its own
-    error = np.hypot(*spreads) / 2 / np.sqrt(5)
-    freedom = sum(s**2 for s in spreads) ** 2 / sum(s**4 / 4 for s in spreads)
-    true = error * overall.detectable_mean(freedom, 0.05)
-    for _ in range(tries):
-        parts = [DataSetPart([0.0], list(true + s * rng.standard_normal(5)), 0.0) for s in spreads]
-        p = mean(parts).p
-        rejected += p is not None and p < 0.05
-    assert 0.77 < rejected / tries < 0.83
 
 
 @pytest.fixture
@@ -427,13 +356,13 @@ def test_on_the_command_line_and_from_python(runs, table, tmp_path):
     status, out, _ = table("--baseline", "sr_ste", "--overall", "--format", "csv")
     lines = list(csv.DictReader(io.StringIO(out)))
     assert [(line["recipe"], line["dataset"]) for line in lines] == [
-        ("asp", "digits"), ("asp", "all cells"), ("ste", "digits"), ("ste", "all cells"),
+        ("asp", "digits"), ("ste", "digits"),
     ]  # fmt: skip
-    assert float(lines[1]["difference"]) == pytest.approx(statistics.fmean(gaps))
-    assert lines[0]["p"] == ""
+    assert float(lines[0]["difference"]) == pytest.approx(statistics.fmean(gaps))
+    assert float(lines[0]["p"]) > 0
 
     frame = nmrun.table(tmp_path / "outputs", baseline="sr_ste", overall=True)
-    whole = frame.set_index(["recipe", "dataset"]).loc[("asp", "all cells")]
+    whole = frame.set_index(["recipe", "dataset"]).loc[("asp", "digits")]
     assert (whole["cells"], whole["better"]) == (2, 1)
     assert whole["difference"] == pytest.approx(statistics.fmean(gaps))
 
@@ -453,13 +382,8 @@ def test_the_caption_says_what_differs(write, table):
     assert "in test/accuracy" in out
     assert "not the same in all cells: epochs" in out
     assert "no test for fewer than three seeds of a data set" in out
-    assert "no interval for" not in out
-    for seed in range(2):
-        write("sr_ste", "1:8", seed, 0.9 + seed / 100)
-    _, out, _ = table("--baseline", "sr_ste", "--overall")
+    # the inverse of one other row's deviation over two seeds has no mean
     assert "only the two rows compared" in out
-    write("step", "2:4", 0, 0.9)
-    assert "no interval for fewer than two" in table("--baseline", "sr_ste", "--overall")[1]
 
 
 def test_the_caption_says_how_each_data_set_was_tuned():
@@ -472,13 +396,13 @@ def test_the_caption_says_how_each_data_set_was_tuned():
         against(replace(images(), candidates=of_images), "sr_ste"),
     ]
     text = formats.render(Comparison(tables, overall.against(tables, "sr_ste")), "markdown")
-    assert "in test/perplexity, test/accuracy over all" in text
+    assert "in test/perplexity, test/accuracy by data set" in text
     each = "each cell tuned before by 6 trials by lr"
     assert re.search(rf"{each}[^;(]* \(ste\), none \(sr_ste, asp\) \(shakespeare\);", text)
     assert "3 (ste), not known how many (asp) (digits)" in text
 
 
-def test_the_picture_has_a_point_for_each_cell_and_the_interval_of_all():
+def test_the_picture_has_a_point_for_each_cell_and_an_interval_for_each_data_set():
     tables = [against(each, "sr_ste") for each in (words(), images())]
     rows = overall.against(tables, "sr_ste")
     (axes,) = plots.over_all_cells(Comparison(tables, rows), Layout(labels={"asp": "Ours"})).axes
@@ -489,9 +413,9 @@ def test_the_picture_has_a_point_for_each_cell_and_the_interval_of_all():
         for place, each in enumerate(rows):
             heights = [y for x, y in points if round(x) == place]
             assert heights == each.parts[data].means
-    (bars,) = axes.containers
-    ends = [tuple(segment[:, 1]) for segment in bars[2][0].get_segments()]
-    assert ends == [pytest.approx((each.mean.low, each.mean.high)) for each in rows]
+    bars = {tuple(line.get_ydata()) for line in axes.get_lines() if line.get_color() == INK}
+    gaps = [part.gap for each in rows for part in each.parts.values()]
+    assert bars == {(gap.low, gap.high) for gap in gaps}
 
 
 def test_the_picture_on_the_command_line(runs, tmp_path, capsys):

@@ -533,6 +533,19 @@ def test_as_many_flops_as_dense_training(recipe, dense, tmp_path):
         assert abs(counts["training_arithmetic"] - dense) < dense / 18  # less than a step
 
 
+def test_as_many_flops_of_tensor_cores_as_dense_training(dense, tmp_path):
+    """The forward product alone is cheaper there, and by half at most. Multiplications count less."""
+    words = ("recipe=ste", "trainer.budget=hardware_flops:dense", "trainer.epochs=6")
+    counts = finished(tmp_path, *words)
+    assert abs(counts["training_hardware"] - dense) < dense / 18  # less than a step
+    steps = round(counts["training_dense"] / (dense / 18))
+    assert 18 < steps < 18 * 3 / 2.5
+    again = finished(
+        tmp_path / "number", "recipe=ste", f"trainer.budget=hardware_flops:{float(dense)}"
+    )
+    assert again["training_hardware"] == counts["training_hardware"]
+
+
 def test_a_number_of_flops(tmp_path):
     step = finished(tmp_path, "recipe=ste", "trainer.epochs=1")["training_arithmetic"] / 3
     long, short = (

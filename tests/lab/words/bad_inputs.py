@@ -257,6 +257,7 @@ TOGETHER = {
     "trainer.acceleration=cusparselt trainer.fp8=true": "trainer.fp8=false",
     "trainer.acceleration=cusparselt sparsity=3:4": "not 3:4",
     "trainer.steps=10 trainer.budget=flops:1e12": "each say how long the run is",
+    "trainer.steps=10 trainer.budget=hardware_flops:1e12": "each say how long the run is",
     "trainer.steps=10 trainer.budget=seconds:60": "each say how long the run is",
     "trainer.eval_every=10min": "of steps such as 200steps",
     "recipe=mdgf_linear recipe.dense=0.8 recipe.final=0.8": "recipe.dense=0.8 and recipe.final=0.8 are fractions of",

@@ -55,9 +55,10 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "model.exclude": (["stem", [], ["stem", "head"]], ["*", [None], 1.0]),
         "trainer.epochs": ([1, 30], NO_COUNT),
         "trainer.budget": (
-            [None, "flops:dense", "flops:1e9", "flops:2e9", "seconds:60", "seconds:30"],
+            [None, "flops:dense", "flops:1e9", "flops:2e9", "hardware_flops:dense",
+             "hardware_flops:1e9", "seconds:60", "seconds:30"],
             ["1e9", "dense", "flops:", "flops:0", "flops:-1", "flops:inf", "flops:nan", "flops:many",
-             "seconds:", "seconds:0", "seconds:-1", "seconds:nan", "seconds:dense", "minutes:3", 5],
+             "seconds:", "seconds:0", "seconds:-1", "seconds:nan", "seconds:dense", "minutes:3", "hardware_flops:0", 5],
         ),
         "trainer.batch_size": ([1, 100], NO_COUNT),
         "trainer.accumulate": ([1, 2], NO_COUNT),
