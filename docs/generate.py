@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from measured import PICTURE, output, result, results, upper
 
 from nmrun import ranges
-from nmrun.lab.keys import recipe_table
-from nmrun.lab.keys.recipe_facts import of_class
+from nmrun.lab.keys.recipe_facts import kept, of_class
 from nmrun.lab.words import reference
 from nmrun.lab.words.reference import Key, Option
 from nmrun.recipes import RECIPES
@@ -40,17 +41,8 @@ INDEX = """Every key with its meaning, the values that it takes and its default:
 | group | what it chooses |
 |---|---|
 """
-TABLE = DOCS.parent / "nmrun/lab/keys/recipe_table.py"
-recipe_table.TABLE.clear()  # the pages are made of the classes themselves
-TABLE_HEAD = '''"""What the classes of ``nmrun.recipes`` say. Written by docs/generate.py."""
-
-# ruff: noqa
-# fmt: off
-from nmrun import ranges
-from nmrun.lab.keys.fields import Field, RecipeFacts
-
-TABLE = {
-'''
+TABLE = DOCS.parent / "nmrun/lab/keys/recipes.json"
+kept().clear()  # the pages are made of the classes themselves
 RECIPE = """What each recipe does, in a line, and its keys. `nmrun help recipe=NAME` says more of one.
 [Which recipe?](../which-recipe.md) helps to choose."""
 OTHER = """What each of them is, and its keys: what `nmrun help {group}=NAME` prints. Those with the same keys
@@ -74,38 +66,38 @@ def pages() -> dict[Path, str]:
 
 
 def _recipe_table() -> str:
-    """The module of what the classes of recipes say, for commands that must not import torch."""
-    lines = []
+    """What the classes of recipes say, for commands that must not import torch."""
+    table = {}
     for path in RECIPES.values():
         kind = imported(path, path)
         facts = of_class(kind)
-        keys = {
-            key: f"Field({field.default!r}, {_ranges_of(kind, key)}, meaning={field.meaning!r})"
-            for key, field in facts.keys.items()
+        table[path] = vars(facts) | {
+            "keys": {
+                key: {
+                    "default": field.default,
+                    "check": _call(kind, key, ranges.Check),
+                    "search": _call(kind, key, ranges.Search),
+                    "meaning": field.meaning,
+                }
+                for key, field in facts.keys.items()
+            }
         }
-        lines.append(
-            f"    {path!r}: RecipeFacts(\n        title={facts.title!r},\n"
-            f"        takes_blocks={facts.takes_blocks},\n        about={facts.about!r},\n"
-            f"        module={facts.module!r},\n        keys={{\n"
-            + "".join(f"            {key!r}: {text},\n" for key, text in keys.items())
-            + "        },\n    ),"
-        )
-    return TABLE_HEAD + "\n".join(lines) + "\n}\n"
+    return json.dumps(table, indent=1) + "\n"
 
 
-def _ranges_of(kind: type, key: str) -> str:
-    """The check and the search of a key, as code."""
-    check = search = None
+def _call(kind: type, key: str, made: type) -> list[Any] | None:
+    """What makes the check or the search of a key: a name of ``nmrun.ranges`` with its arguments."""
     for base in kind.__mro__:
         annotation = ast.parse(inspect.get_annotations(base).get(key, "None"), mode="eval")
         for part in ast.walk(annotation):
             code = ast.unparse(part) if isinstance(part, ast.Call | ast.Name) else ""
-            value = eval(code, vars(ranges)) if code.partition("(")[0] in vars(ranges) else None
-            if isinstance(value, ranges.Check):
-                check = check or f"ranges.{code}"
-            elif isinstance(value, ranges.Search):
-                search = search or f"ranges.{code}"
-    return f"{check}, {search}"
+            name = code.partition("(")[0]
+            if name in vars(ranges) and isinstance(eval(code, vars(ranges)), made):
+                if isinstance(part, ast.Name):
+                    return [name, [], {}]
+                options = {each.arg: ast.literal_eval(each.value) for each in part.keywords}
+                return [name, [ast.literal_eval(each) for each in part.args], options]
+    return None
 
 
 def _uses(options: list[Option]) -> str:

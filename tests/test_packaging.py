@@ -49,7 +49,7 @@ def test_wheel_and_sdist_have_all_code_and_configs(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         packed = set(archive.namelist())
     for folder, suffixes in (
-        ("nmrun", {".py", ".c", ".typed", ".yaml"}),
+        ("nmrun", {".py", ".c", ".typed", ".yaml", ".json"}),
         ("conf", {".py", ".yaml"}),
     ):
         for path in (source / folder).rglob("*"):

@@ -22,7 +22,7 @@ from torch import nn
 
 from nmrun import ranks
 from nmrun.errors import ConfigError
-from nmrun.fast.cpu import activations, onednn
+from nmrun.fast.cpu import onednn
 from nmrun.fast.cpu import probe as on_cpu
 from nmrun.fast.gpu import probe as on_gpu
 from nmrun.fast.measurement import (
@@ -37,6 +37,7 @@ from nmrun.fast.measurement import (
     is_faster,
     watched,
 )
+from nmrun.fast.measurement import lines as lines
 from nmrun.products import layer, simulation
 from nmrun.products.attention import DotProductAttention
 from nmrun.products.layer import Phase
@@ -142,47 +143,6 @@ def accelerate(
     choices += _by_onednn(handle, dense, inputs, times_of)
     choices += _in_float32(attentions, inputs, times_of)
     return choices
-
-
-def lines(choices: Sequence[Choice]) -> list[str]:
-    """What was decided, for the reader: a table of the layers that were measured, or one line why
-    none was.
-    """
-    if not choices:
-        return []
-    sparse = [choice for choice in choices if not choice.always_dense]
-    accelerated = sum(choice.is_sparse for choice in choices)
-    rows, report = choices, list[str]()
-    if accelerated:
-        report.append(f"N:M products in {accelerated} of {len(sparse)} sparse layers")
-    elif any(choice.shape for choice in sparse):
-        report.append("masks only: no N:M product is faster than dense")
-    elif sparse:
-        first, *others = dict.fromkeys(choice.reason for choice in sparse)
-        more = (
-            f" (and {len(others)} reasons more)"
-            if len(others) > 1
-            else "".join(f"; {o}" for o in others)
-        )
-        report.append(f"masks only, nothing is accelerated: {first}{more}")
-        rows = [choice for choice in choices if choice.always_dense]
-    if any(choice.path == ONEDNN for choice in choices):
-        report.append("oneDNN's dense products where they are faster than torch's default")
-    if any(choice.path == FLOAT32 for choice in choices):
-        report.append("attention in float32 where that is faster than in bfloat16")
-    if any(choice.path == activations.NAME for choice in choices):
-        report.append("products with packed activations in the steps that prune them")
-    groups: dict[tuple[str | None, object, str], list[str]] = {}
-    for choice in rows:
-        groups.setdefault((choice.path, choice.shape, choice.reason), []).append(choice.name)
-    for (path, shape, reason), names in groups.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        report.append(
-            f"  {path or 'dense'}: {names[0]}{more}"
-            + (f", {shape}" if shape else "")
-            + f": {reason}"
-        )
-    return report
 
 
 Inputs = Mapping[nn.Module, tuple[torch.Size, torch.dtype]]

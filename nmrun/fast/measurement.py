@@ -22,6 +22,7 @@ from nmrun.kernels.compiler import cache_folder
 from nmrun.products.attention import uncompiled
 
 ONEDNN = "onednn"  # the path of dense products by oneDNN
+PACKED_ACTIVATIONS = "packed activations"  # the path of products with the kept activations
 FLOAT32 = "float32"  # of attention in float32 where all else is bfloat16
 BF16 = "packed bf16"  # of packed ones in bfloat16; those of "packed" are computed in float32
 BF16_FORWARD = "packed forward bf16"  # with a dense input gradient
@@ -253,3 +254,44 @@ def watched(hooks: Sequence[RemovableHandle], sample: Callable[[], object]) -> N
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def lines(choices: Sequence[Choice]) -> list[str]:
+    """What was decided, for the reader: a table of the layers that were measured, or one line why
+    none was.
+    """
+    if not choices:
+        return []
+    sparse = [choice for choice in choices if not choice.always_dense]
+    accelerated = sum(choice.is_sparse for choice in choices)
+    rows, report = choices, list[str]()
+    if accelerated:
+        report.append(f"N:M products in {accelerated} of {len(sparse)} sparse layers")
+    elif any(choice.shape for choice in sparse):
+        report.append("masks only: no N:M product is faster than dense")
+    elif sparse:
+        first, *others = dict.fromkeys(choice.reason for choice in sparse)
+        more = (
+            f" (and {len(others)} reasons more)"
+            if len(others) > 1
+            else "".join(f"; {o}" for o in others)
+        )
+        report.append(f"masks only, nothing is accelerated: {first}{more}")
+        rows = [choice for choice in choices if choice.always_dense]
+    if any(choice.path == ONEDNN for choice in choices):
+        report.append("oneDNN's dense products where they are faster than torch's default")
+    if any(choice.path == FLOAT32 for choice in choices):
+        report.append("attention in float32 where that is faster than in bfloat16")
+    if any(choice.path == PACKED_ACTIVATIONS for choice in choices):
+        report.append("products with packed activations in the steps that prune them")
+    groups: dict[tuple[str | None, object, str], list[str]] = {}
+    for choice in rows:
+        groups.setdefault((choice.path, choice.shape, choice.reason), []).append(choice.name)
+    for (path, shape, reason), names in groups.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        report.append(
+            f"  {path or 'dense'}: {names[0]}{more}"
+            + (f", {shape}" if shape else "")
+            + f": {reason}"
+        )
+    return report

@@ -150,13 +150,11 @@ def explain(argv: list[str]) -> int:
     options = _help_parser().parse_intermixed_args(argv)
     if options.topic and options.topic[0] in all_verbs():
         return _run(options.topic[0], ["--help"])
+    from nmrun.lab.words import reference
+
     if not options.topic:
-        from nmrun.lab.words import help
-
-        print(help.text(options.config_dir))
+        print(reference.overview(options.config_dir))
     for topic in options.topic:
-        from nmrun.lab.words import reference
-
         print(reference.about(topic, options.config_dir, all_verbs()))
     return 0
 

@@ -404,6 +404,11 @@ def test_geometric_says_what_would_help():
 # the compiler takes ten seconds for each kernel of 32
 HIGH = [(recipe, pattern) for pattern in ("1:16", "1:128") for recipe in SPARSE]
 HIGH += [("lbc", "2:32"), ("maskllm", "2:32")]
+SEVERAL_KERNELS = ("sdgf_stepwise", "1:128"), ("sdgf_geometric", "1:128")
+HIGH = [
+    pytest.param(*each, marks=pytest.mark.slow) if each in SEVERAL_KERNELS else each
+    for each in HIGH
+]
 HIGH += [
     pytest.param(recipe, pattern, marks=pytest.mark.minutes)
     for pattern in ("1:32", "2:32")

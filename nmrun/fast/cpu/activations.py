@@ -28,6 +28,7 @@ from nmrun.fast.cpu.probe import side_by_side
 from nmrun.fast.measurement import (
     FASTER,
     ONEDNN,
+    PACKED_ACTIVATIONS,
     Choice,
     Times,
     agreed,
@@ -43,7 +44,7 @@ from nmrun.sparsity.layers import is_plain_linear, of_one_input, own_forward
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.step.activations import keep_largest
 
-NAME = "packed activations"
+NAME = PACKED_ACTIVATIONS
 READS, FEEDS = "reads", "feeds"
 
 

@@ -189,7 +189,7 @@ def _tables(states: list[RunState], keys: Sequence[str]) -> list[str]:
 
 def _settings(run: RunState) -> dict[str, str]:
     """The settings of a run that are part of its id, as far as its config can be read."""
-    with contextlib.suppress(ConfigError, AttributeError, KeyError, TypeError, ValueError):
+    with contextlib.suppress(ConfigError):  # of a folder without a config
         return {key: value for key, value in settings.of(run.run).items() if is_in_id(key)}
     return {}
 

@@ -54,21 +54,17 @@ def fields(kind: type) -> Mapping[str, Field]:
     """The keys of a class beside ``name``: first its own, then those of each class above it."""
     above = kind.__mro__
     first = {key: place for place, base in enumerate(above) for key in _annotations(base)}
+    stated: dict[str, dict[type, Any]] = {}  # a check, a search and a text, by their types
+    for base in reversed(above):
+        for name, annotation in _annotations(base).items():
+            parts = {type(part): part for part in getattr(annotation, "__metadata__", ())}
+            stated[name] = stated.get(name, {}) | parts
     keys = {}
     for key in sorted(dataclasses.fields(cast(Any, kind)), key=lambda key: first[key.name]):
-        if not key.init:  # state of a recipe
-            continue
-        stated = [
-            part
-            for base in above
-            for part in getattr(_annotations(base).get(key.name), "__metadata__", ())
-        ]
-        keys[key.name] = Field(
-            None if key.default is dataclasses.MISSING else as_yaml(key.default),
-            next((part for part in stated if isinstance(part, Check)), None),
-            next((part for part in stated if isinstance(part, Search)), None),
-            next((part for part in stated if isinstance(part, str)), ""),
-        )
+        if key.init:  # else it is state of a recipe
+            default = None if key.default is dataclasses.MISSING else as_yaml(key.default)
+            said = stated[key.name]
+            keys[key.name] = Field(default, said.get(Check), said.get(Search), said.get(str, ""))
     keys.pop("name", None)
     return keys
 

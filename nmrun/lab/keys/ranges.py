@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from nmrun.errors import ConfigError, refused
 from nmrun.patterns import Pattern, PatternError
 from nmrun.ranges import FRACTION, TEXT, Check, number, whole
 
@@ -37,59 +40,62 @@ def no_expression(text: str) -> str:
     return ""
 
 
-def _is_expressions(value: Any) -> bool:
-    texts = value if isinstance(value, list) else [value]
-    return value is None or (
-        all(isinstance(text, str) for text in texts) and not _wrong_expression(value)
-    )
+def parsed(allowed: str, convert: Callable[[Any], Any]) -> Check:
+    """What ``convert`` takes: it gives equal values one form, or raises a ValueError, which says what is
+    wrong where it is a ConfigError."""
 
-
-def _wrong_expression(value: Any) -> str:
-    texts = value if isinstance(value, list) else [value]
-    return next(filter(None, (no_expression(text) for text in texts if isinstance(text, str))), "")
-
-
-def _is_pattern(value: Any, blocks: bool = False) -> bool:
-    try:
-        return value is None or Pattern.parse(value).v == 1 or blocks
-    except PatternError:
-        return False
-
-
-def _is_ratios(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and not _wrong_ratio(value))
-
-
-def _wrong_ratio(value: Any) -> str:
-    if not isinstance(value, dict):
-        return ""
-    for text, ratio in value.items():
-        if why := no_expression(str(text)):
-            return why
+    def wrong(value: Any) -> ValueError | None:
         try:
-            ratio == "dense" or Pattern.parse(ratio)
-        except PatternError as error:
-            return f"{text!r}: {error}"
-    return ""
+            convert(value)
+        except ValueError as error:
+            return error
+        return None
+
+    def why(value: Any) -> str:
+        error = wrong(value)
+        return str(error) if isinstance(error, ConfigError) else ""
+
+    return Check(allowed, lambda value: wrong(value) is None, convert, why=why)
 
 
-AS_DENSE = ("flops:dense", "hardware_flops:dense")  # budgets
+def _expressions(value: Any) -> Any:
+    texts = [value] if isinstance(value, str) else value
+    if texts is not None and not (
+        isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+    ):
+        raise ValueError
+    for why in filter(None, map(no_expression, texts or ())):
+        raise ConfigError(why)
+    return texts
 
 
-def _is_budget(value: Any) -> bool:
-    if value in (None, *AS_DENSE):
-        return True
-    try:
-        unit, _, amount = value.partition(":")
-        return unit in ("flops", "hardware_flops", "seconds") and 0 < float(amount) < math.inf
-    except (AttributeError, ValueError):
-        return False
+def _ratios(value: Any) -> dict[str, str] | None:
+    if value is not None and not isinstance(value, dict):
+        raise ValueError
+    ratios = {}
+    for text, ratio in (value or {}).items():
+        if why := no_expression(str(text)):
+            raise ConfigError(why)
+        with refused(f"{str(text)!r}: ", PatternError):
+            ratios[str(text)] = ratio if ratio == "dense" else str(Pattern.parse(ratio))
+    return ratios or None
 
 
-def _plain_budget(value: str | None) -> str | None:
-    if value in (None, *AS_DENSE):
+def _pattern(value: Any, blocks: bool = False) -> str | None:
+    if value is None:
+        return None
+    pattern = Pattern.parse(value)
+    if pattern.v > 1 and not blocks:
+        raise ValueError
+    return str(pattern)
+
+
+def _budget(value: Any) -> str | None:
+    if value in (None, "flops:dense", "hardware_flops:dense"):
         return value
-    unit, _, amount = value.partition(":")
+    unit, _, amount = str(value).partition(":")
+    if unit not in ("flops", "hardware_flops", "seconds") or not 0 < float(amount) < math.inf:
+        raise ValueError
     return f"{unit}:{float(amount)!r}"
 
 
@@ -112,23 +118,13 @@ TAGS = Check(
 )
 
 
-EXPRESSIONS = Check(
-    "a regular expression or a list of them",
-    _is_expressions,
-    lambda value: [value] if isinstance(value, str) else value,
-    why=_wrong_expression,
-)
+EXPRESSIONS = parsed("a regular expression or a list of them", _expressions)
 
 
-RATIOS = Check(
+RATIOS = parsed(
     "null or regular expressions with a ratio (in YAML in quotes) or dense for each, as in "
     "'sparsity.overrides={inner.1: 1:8, head: dense}'",
-    _is_ratios,
-    lambda value: (
-        (value and {str(k): v if v == "dense" else str(Pattern.parse(v)) for k, v in value.items()})
-        or None
-    ),
-    why=_wrong_ratio,
+    _ratios,
 )
 
 
@@ -146,25 +142,19 @@ BETAS = Check(
 )
 
 
-PATTERN = Check(
-    "an N:M pattern such as 2:4 (in quotes where it is YAML), or null",
-    _is_pattern,
-    lambda value: None if value is None else str(Pattern.parse(value)),
-)
+PATTERN = parsed("an N:M pattern such as 2:4 (in quotes where it is YAML), or null", _pattern)
 
 
-ACTIVATIONS = Check(
+ACTIVATIONS = parsed(
     "an N:M or V:N:M pattern such as 2:4 or 64:2:8 (in quotes where it is YAML), or null",
-    lambda value: _is_pattern(value, blocks=True),
-    lambda value: None if value is None else str(Pattern.parse(value)),
+    partial(_pattern, blocks=True),
 )
 
 
-BUDGET = Check(
+BUDGET = parsed(
     "flops:dense, flops:<number above 0> such as flops:1e12, hardware_flops:dense, "
     "hardware_flops:<number above 0>, seconds:<number above 0> such as seconds:600, or null",
-    _is_budget,
-    _plain_budget,
+    _budget,
 )
 
 

@@ -1,27 +1,52 @@
 """What a command line and a table say of a recipe: its keys, its title, its docstrings.
 
-Recipes import torch, and help must not. So what nmrun's own classes say stands in
-``recipe_table.py``, which ``docs/generate.py`` writes; any other class is imported.
+Recipes import torch, and help must not. So what nmrun's own classes say stands in ``recipes.json``,
+which ``docs/generate.py`` writes; any other class is imported.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 from dataclasses import fields, replace
+from importlib.resources import files
 from typing import Any
 
-from nmrun import registry
-from nmrun.lab.keys.fields import RecipeFacts
+from nmrun import ranges, registry
+from nmrun.lab.keys.fields import Field, RecipeFacts
 from nmrun.lab.keys.fields import fields as fields_of
-from nmrun.lab.keys.recipe_table import TABLE
 
 
 @functools.cache
 def recipe_facts(path: str) -> RecipeFacts:
     """The facts of a class by its dotted path. Raises ValueError where it cannot be imported."""
-    return TABLE[path] if path in TABLE else of_class(registry.imported(path, path))
+    if path not in kept():
+        return of_class(registry.imported(path, path))
+    facts = kept()[path]
+    keys = {
+        key: Field(each["default"], _made(each["check"]), _made(each["search"]), each["meaning"])
+        for key, each in facts["keys"].items()
+    }
+    return RecipeFacts(**{**facts, "keys": keys})
+
+
+@functools.cache
+def kept() -> dict[str, Any]:
+    """What ``recipes.json`` has, by the dotted path of a class."""
+    text = (files("nmrun.lab.keys") / "recipes.json").read_text(encoding="utf-8")
+    table: dict[str, Any] = json.loads(text)
+    return table
+
+
+def _made(call: list[Any] | None) -> Any:
+    """A check or a search: a name of ``nmrun.ranges`` with its arguments."""
+    if call is None:
+        return None
+    name, arguments, options = call
+    made = getattr(ranges, name)
+    return made(*arguments, **options) if callable(made) else made
 
 
 def of_class(kind: Any) -> RecipeFacts:

@@ -4,7 +4,7 @@ for a task, and a small encoder.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -141,8 +141,8 @@ class GPTNetwork(GPTDecoder):
 
 
 class Headed(GPTDecoder):
-    """A decoder and a linear ``head``, to fine-tune what was pre-trained as ``model=gpt2``
-    (``init=RUN``).
+    """A decoder, whose arguments come by name, and a linear ``head``, to fine-tune what was pre-trained
+    as ``model=gpt2`` (``init=RUN``).
 
     Inputs are tokens (B, T), mask (B, T) bool (False is padding, at the right) and segments (B, T),
     which GPT-2 does not look at. ``init=RUN`` leaves ``heads_of_tasks`` as they are, here and
@@ -151,21 +151,9 @@ class Headed(GPTDecoder):
 
     heads_of_tasks: ClassVar[tuple[str, ...]] = ("lm_head", "head")
 
-    def __init__(
-        self,
-        vocabulary: int,
-        context: int,
-        layers: int,
-        heads: int,
-        width: int,
-        dropout: float,
-        bias: bool,
-        activation: str,
-        classes: int,
-        head_bias: bool,
-    ) -> None:
-        super().__init__(vocabulary, context, layers, heads, width, dropout, bias, activation)
-        self.head = nn.Linear(width, classes, bias=head_bias)
+    def __init__(self, classes: int, head_bias: bool, **decoder: Any) -> None:
+        super().__init__(**decoder)
+        self.head = nn.Linear(decoder["width"], classes, bias=head_bias)
         self.initialise()
 
 
@@ -181,29 +169,13 @@ def gpt_classifier(
     vocabulary: int,
     max_length: int,
     classes: int,
-    layers: int,
-    heads: int,
-    width: int,
-    dropout: float,
-    bias: bool,
     context: int,
     embeddings: int | None,
-    activation: str,
+    **decoder: Any,
 ) -> GPTClassifierNetwork:
     """A classifier, whose head has no bias, as in transformers; see :func:`embedded`."""
-    token_count = embedded(vocabulary, max_length, context, embeddings)
-    return GPTClassifierNetwork(
-        token_count,
-        context,
-        layers,
-        heads,
-        width,
-        dropout,
-        bias,
-        activation,
-        classes,
-        head_bias=False,
-    )
+    size = embedded(vocabulary, max_length, context, embeddings)
+    return GPTClassifierNetwork(classes, False, vocabulary=size, context=context, **decoder)
 
 
 def embedded(vocabulary: int, max_length: int, context: int, embeddings: int | None) -> int:

@@ -27,7 +27,7 @@ from nmrun.lab.runs.run_folder import (
     remove_empty,
 )
 from nmrun.lab.words import sources
-from nmrun.lab.words.identity import identity, run_folder, title
+from nmrun.lab.words.identity import changed, identity, run_folder, title
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
             remove_empty(folder, Path(config.output_dir).parent)
             raise
     else:
-        names = ", ".join(sources.changed(result["config"], config).values())
+        names = ", ".join(changed(result["config"], config))
         how = f"; that was before {names} changed" if names else ""
         print(f"  finished already (force=true prunes again){how}")
         print("\n".join(f"  {line}" for line in oneshot.lines(result["sparsity"]["layers"])))

@@ -39,10 +39,9 @@ from nmrun.lab.words import (
     experiment,
     precheck,
     schema,
-    sources,
 )
 from nmrun.lab.words.composition import plain_errors, without_others_configs
-from nmrun.lab.words.identity import run_folder, title
+from nmrun.lab.words.identity import changed, run_folder, title
 from nmrun.lab.words.precheck import Command, Job
 
 composition.register()
@@ -314,7 +313,7 @@ def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str
     run_dir = RunFolder(folder)
     result = None if config.force or config.dry else run_dir.finished()
     if result is not None:
-        run_dir.say_finished(sources.changed(result["config"], config).values())
+        run_dir.say_finished(changed(result["config"], config))
         return {**result, "status": "skipped", "folder": str(folder)}
     if not config.dry:
         make_folder(folder, config.output_dir)  # before torch is imported for nothing

@@ -15,9 +15,6 @@ import torch
 from torch import nn
 
 from nmrun.errors import ConfigError, refused
-from nmrun.fast import acceleration
-from nmrun.fast.acceleration import accelerate
-from nmrun.fast.cpu.activations import pack_activations
 from nmrun.fast.measurement import Choice, from_data
 from nmrun.kernels import compiler
 from nmrun.lab import output, ranks, tasks
@@ -269,12 +266,17 @@ def _is_small_on_cpu(parameters: Iterable[nn.Parameter], device: torch.device) -
 def _accelerated(config: Config, parts: Parts, times: Mapping[str, Any]) -> list[Choice]:
     """Give layers the products that are faster."""
     trainer, model, device = config.trainer, parts.model, parts.device
-    on_cpu = not acceleration.is_24(device)
-    why_not = ""
-    if ranks.world() > 1 and trainer.distributed == "fsdp" and not on_cpu:
-        why_not = "with trainer.distributed=fsdp weights are in shards"
-    if trainer.acceleration == "auto" and on_cpu and _is_small_on_cpu(model.parameters(), device):
+    if trainer.acceleration == "auto" and _is_small_on_cpu(model.parameters(), device):
         why_not = "small networks are left alone"
+        return [Choice(weight.name, None, why_not) for weight in parts.handle.sparse]
+    # a tenth of a second, which small networks need not wait for
+    from nmrun.fast import acceleration
+    from nmrun.fast.cpu.activations import pack_activations
+
+    in_shards = ranks.world() > 1 and trainer.distributed == "fsdp"
+    why_not = ""
+    if in_shards and acceleration.is_24(device):
+        why_not = "with trainer.distributed=fsdp weights are in shards"
 
     def pass_once() -> None:
         with autocast(device, parts.precision):
@@ -285,10 +287,10 @@ def _accelerated(config: Config, parts: Parts, times: Mapping[str, Any]) -> list
 
     mode, accumulate, known = trainer.acceleration, trainer.accumulate, from_data(times)
     clips = trainer.clip is not None
-    choices = accelerate(
+    choices = acceleration.accelerate(
         parts.handle, pass_once, mode, accumulate, why_not, clips, known, output.waiting
     )
-    if device.type == "cpu" and not why_not:
+    if device.type == "cpu":
         sparse, activations = parts.handle.sparse, parts.activations
         choices += pack_activations(
             model, activations, pass_once, choices, sparse, mode, accumulate, known

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nmrun.errors import folded, tell
-from nmrun.fast import acceleration
+from nmrun.fast import measurement
 from nmrun.lab import output
 from nmrun.lab.keys import ranges
 from nmrun.lab.keys.config import Config
@@ -342,7 +342,7 @@ def plan_lines(config: Config, parts: Parts) -> list[str]:
         lines.append(f"  {total:,} parameters")
         inference, whole = _short(cost.forward), _short(planned_flops(parts)[0])
         lines.append(f"  FLOPs of an inference: {inference}; of the training: {whole}")
-    return lines + [f"  {line}" for line in acceleration.lines(parts.accelerated)]
+    return lines + [f"  {line}" for line in measurement.lines(parts.accelerated)]
 
 
 def planned_flops(parts: Parts) -> tuple[float, float, float]:

@@ -36,7 +36,7 @@ from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.train.track import Tracker
 from nmrun.lab.words import sources
-from nmrun.lab.words.identity import identity, title
+from nmrun.lab.words.identity import changed, identity, title
 from nmrun.recipes.base import Event
 
 
@@ -135,7 +135,7 @@ def _without_training(config: Config, folder: Path, ours: bool) -> dict[str, Any
         return None
     run_dir = RunFolder(folder)
     if (result := run_dir.finished()) is not None:
-        run_dir.say_finished(sources.changed(result["config"], config).values())
+        run_dir.say_finished(changed(result["config"], config))
         return {**result, "status": "skipped"}
     wrong = run_dir.broken()
     error = ""
@@ -295,16 +295,14 @@ class _Run:
 
 
 def _other_code(config: Config, begun: dict[str, Any]) -> list[str]:
-    """A warning if the user's own code has changed since the run has ``begun``, or since the run
-    whose weights it reads. Call it once that code is imported."""
-    earlier = {"": begun}
-    for key, place in options.weights_named(config.plain).items():
-        earlier[key] = weights_in(place)[0].config
+    """A warning if defaults or the user's own code have changed since the run has ``begun``, or that
+    code since the run whose weights it reads. Call it once that code is imported."""
     lines = []
-    for key, before in earlier.items():
-        if names := ", ".join(sources.changed(before, config).values()):
-            what = f"{key} is a run of before {names} changed" if key else ""
-            lines.append(what or f"{names} changed since it began")
+    if begun and (names := ", ".join(changed(begun, config))):
+        lines.append(f"{names} changed since it began")
+    for key, place in options.weights_named(config.plain).items():
+        if names := ", ".join(sources.changed(weights_in(place)[0].config, config).values()):
+            lines.append(f"{key} is a run of before {names} changed")
     return lines
 
 

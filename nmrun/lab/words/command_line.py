@@ -37,6 +37,7 @@ PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.-]*")
 PAIR = re.compile(r"""(\S+?)\s*:\s*["']?(\d+:\d+|dense)["']?\s*(?:,\s*|$)""")
 
 
+MODES = ("run", "multirun", "cfg", "info", "shell_completion")  # of Hydra's options
 # of Hydra's own those that a run or a sweep needs
 OPTIONS = ("--multirun", "--config-dir", "--cfg", "--help", "--version")
 
@@ -65,6 +66,11 @@ def options(argv: list[str]) -> argparse.Namespace:
             raise ConfigError(
                 f"--{name.replace('_', '-')}: not for nmrun; --config-dir adds a folder of configs"
             )
+    if (
+        len(chosen := [f"--{name}".replace("_", "-") for name in MODES if getattr(parsed, name)])
+        > 1
+    ):
+        raise ConfigError(f"{' and '.join(chosen)}: give one of them; --cfg shows a run")
     return parsed
 
 

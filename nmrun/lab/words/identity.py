@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nmrun.lab.keys import fields, options
 from nmrun.lab.keys.config import SOURCE, Config
 from nmrun.lab.runs.run_folder import FINAL, weights_in
+from nmrun.lab.words import sources
 from nmrun.oneshot import METHODS
+from nmrun.ranges import value_text
 
 GROUPS = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "seed")
 SETTINGS = (*GROUPS, "init")  # what can change a result
@@ -44,17 +47,11 @@ def identity(config: Config) -> str:
     for group in GROUPS:
         value = config.plain[group]
         if isinstance(value, dict):
-            defaults, ignored = _defaults(group, value), {SOURCE, *IRRELEVANT.get(group, ())}
-            if str(value.get("budget")).startswith("seconds:"):
-                ignored -= SPEED
-            for key, others in DEPENDENT.items():
-                ignored |= others if value.get(key) is None else set()
-            for key, others in REPLACED.items():
-                ignored |= others if value.get(key) is not None else set()
+            defaults = _defaults(group, value)
             value = {
                 key: item
-                for key, item in value.items()
-                if key not in ignored and not (key in defaults and defaults[key] == item)
+                for key, item in _counted(group, value).items()
+                if not (key in defaults and defaults[key] == item)
             }
         relevant[group] = value
     for key, place in options.weights_named(config.plain).items():
@@ -64,6 +61,37 @@ def identity(config: Config) -> str:
     if overrides and len(overrides) > 1:  # the first that matches counts
         relevant["order"] = list(overrides)
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def changed(before: Mapping[str, Any], config: Config) -> list[str]:
+    """What is different in ``before``, the config of an earlier run with the same id: defaults, which
+    an id leaves out, as in ``optimizer.lr (0.001, now 0.002)``; and the user's own code, by its path.
+    """
+    places = options.weights_named(config.plain)  # a run may have moved
+    lines = []
+    for group in GROUPS:
+        if isinstance(config.plain[group], dict):
+            then = _counted(group, before.get(group, {}))
+            lines += [
+                f"{group}.{key} ({value_text(then[key])}, now {value_text(now)})"
+                for key, now in _counted(group, config.plain[group]).items()
+                if key in then and then[key] != now and f"{group}.{key}" not in places
+            ]
+    return [*lines, *sources.changed(before, config).values()]
+
+
+def _counted(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a group that can change a result, with their values."""
+    ignored = {SOURCE, *IRRELEVANT.get(group, ())}
+    if str(values.get("budget")).startswith("seconds:"):
+        ignored -= SPEED
+    for key, others in DEPENDENT.items():
+        if values.get(key) is None:
+            ignored |= others
+    for key, others in REPLACED.items():
+        if values.get(key) is not None:
+            ignored |= others
+    return {key: item for key, item in values.items() if key not in ignored}
 
 
 def is_in_id(key: str) -> bool:

@@ -1,6 +1,6 @@
-"""The meaning, values and default of every key of a config.
+"""Help: ``nmrun --help``, which recipe to take, and the meaning, values and default of every key.
 
-``nmrun help`` and the pages of keys are made from here. No torch.
+The pages of keys and which-recipe.md are made from here too. No torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from nmrun.errors import ConfigError
 from nmrun.lab.keys import options as kinds
 from nmrun.lab.keys.fields import Field
 from nmrun.lab.keys.recipe_facts import recipe_facts
-from nmrun.lab.words.advice import ADVICE, BEGIN_WITH
 from nmrun.lab.words.suggestions import INSTEAD
 from nmrun.lab.words.suggestions import option as option_line
 from nmrun.ranges import value_text
@@ -33,6 +33,44 @@ WORDS = {  # words of a command that are no keys of a config
     "debug": "debug=fast: a few batches through everything, in seconds; no tracker; into outputs/.debug.",
     "recipe=custom": "recipe._target_=MODULE.CLASS: a recipe of your own; recipe=custom need not be said.",
 }
+
+# Which recipe to take for what one trains. It follows from the committed comparisons, so a change there
+# changes it here. For every task that no comparison has, in Markdown; links are relative to docs/.
+BEGIN_WITH = (
+    "From scratch take [S-STE](recipes/s_ste.md), in fine-tuning [SR-STE](recipes/sr_ste.md), "
+    "unless your task is in the picture or below."
+)
+# What one trains, and what to take.
+ADVICE = (
+    (
+        "images from scratch",
+        "under Adam [SdGf](recipes/sdgf.md) (`sdgf_stepwise`); under SGD SR-STE up to 1:4, then SdGf",
+    ),
+    (
+        "text from scratch",
+        "a language model: S-STE, with a tuned learning rate. Translation: [MdGf](recipes/mdgf.md) "
+        "(`mdgf_exponential`), or S-STE for far fewer multiplications",
+    ),
+    (
+        "a pretrained encoder, fine-tuned",
+        "[ASP](recipes/asp.md) at 2:4, the simplest; SR-STE or [STE](recipes/ste.md) from 1:4 on",
+    ),
+    (
+        "a trained language model, to be pruned",
+        "[SparseGPT](pruning.md), then [ASP with a dense teacher](results/retraining.md); "
+        "[AST](recipes/ast.md) at 1:4",
+    ),
+    (
+        "with nothing tuned",
+        "images under Adam: [STEP](recipes/step.md) with `recipe.switch=0.5`. [A language "
+        "model](results/step.md#short-runs-with-nothing-tuned): that STEP up to 1:4, S-STE at 1:16",
+    ),
+    (
+        "for thousands of steps",
+        "[images](results/step.md): STEP with `recipe.switch=0.5`, or SR-STE for fewer "
+        "multiplications. Text: S-STE",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -298,3 +336,47 @@ def _without_marks(text: str) -> str:
     """A text without the marks of reStructuredText."""
     text = re.sub(r"::$", ":", text, flags=re.M)
     return re.sub(r":\w+:(?=`)|`+~?", "", text)
+
+
+# --- nmrun --help ---------------------------------------------------------------------------------
+
+OVERVIEW = """\
+nmrun trains networks with N:M sparse weights and compares the recipes that do it.
+
+usage: nmrun [group=option ...] [key=value ...]      one run
+       nmrun -m [group=a,b ...] [key=x,y ...]        a sweep; run again, it does only what is missing
+       nmrun -m key=x,y other=u,v zip=key,other      values that go together
+       nmrun status|table|plot|report|compare|rerun ...             verbs for runs, each with --help
+       nmrun tune|prune|export|ratios|bench|prepare|doctor ...      other verbs
+       nmrun help KEY|GROUP|GROUP=OPTION|VERB        what it means, takes, and is by default
+
+== Groups and their options ==
+{groups}
+sparsity takes any N:M with 1 <= N <= M, such as 3:16.
+
+== Examples ==
+nmrun recipe=step sparsity=2:8 trainer.epochs=120
+nmrun recipe=sr_ste recipe.decay=1e-4 sparsity=1:16 optimizer=adamw trainer.epochs=20 seed=3
+nmrun -m recipe=dense,asp,step sparsity=2:4,1:8 seed=0,1,2
+nmrun table outputs/digits
+
+Full key list with values: nmrun --cfg job     Shell completion: eval "$(nmrun -sc install=bash)"
+"""
+
+
+def overview(config_dir: str | None = None) -> str:
+    """What ``nmrun --help`` prints, with the options of each group; those of the user's folder too."""
+    groups = (f"{group}: {', '.join(names)}\n" for group, names in _options_by_group(config_dir))
+    return OVERVIEW.format(groups="".join(groups)).rstrip("\n")
+
+
+def _options_by_group(config_dir: str | None) -> Iterator[tuple[str, list[str]]]:
+    by_group = {group: set(kinds.names(group)) for group in kinds.GROUPS}
+    for folder in (place for place in files("nmrun.conf").iterdir() if place.is_dir()):
+        names = [file.name for file in folder.iterdir() if file.name.endswith(".yaml")]
+        by_group.setdefault(folder.name, set()).update(name.removesuffix(".yaml") for name in names)
+    for group, paths in kinds.in_folder(config_dir).items():
+        by_group.setdefault(group, set()).update(file.stem for file in paths)
+    for group in sorted(by_group):
+        if by_group[group] and group != "hydra":
+            yield group, sorted(by_group[group])

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nmrun.errors import ConfigError, first_line, raise_all
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import SOURCE, Config
-from nmrun.lab.keys.fields import Field, defaults, fields
+from nmrun.lab.keys.fields import defaults, fields
 from nmrun.lab.keys.groups import ratio
 from nmrun.lab.keys.models import Model
 from nmrun.lab.keys.options import NAMED, UNNAMED
@@ -28,6 +28,7 @@ from nmrun.registry import no_such
 
 # a recipe without conditions: a config must have one, also where none trains
 STAND_IN = "ste"
+EVERY = ("", *NAMED, *UNNAMED)  # the groups of keys, the empty one of those in none
 NO_SPARSITY = {**ratio(None), "overrides": None, "pad": False}
 RECIPE_CLASS = "package.Class, a subclass of nmrun.recipes.base.Recipe"
 
@@ -41,9 +42,8 @@ def check(composed: DictConfig, unsure: Collection[str] = ()) -> Config:
     """
     plain = resolve(composed)
     raise_all(problems(plain, unsure))
-    _convert(_checks(options.keys("")), plain)
-    for group in (*NAMED, *UNNAMED):
-        _convert(ranges(group, plain[group]), plain[group])
+    for group in EVERY:
+        _convert(group, plain[group] if group else plain)
     plain["optimizer"]["decay"] = _decay(plain["optimizer"], plain["model"])
     plain["recipe"]["name"] = _recipe_name(plain["recipe"])
     if plain["sparsity"]["n"] is None or plain["recipe"] == {"name": "dense"}:
@@ -78,18 +78,15 @@ def resolve(composed: DictConfig) -> dict[str, Any]:
 def _read_texts(written: Any, plain: dict[str, Any]) -> None:
     """Read a text that an interpolation gave, as ``${oc.env:LR}`` does, as on the command line: where
     the key takes no such text."""
-    holders: list[tuple[Mapping[str, Check | None], Any, dict[str, Any]]]
-    holders = [(_checks(options.keys("")), written, plain)]
-    holders += [
-        (ranges(group, plain[group]), written[group], plain[group])
-        for group in (*NAMED, *UNNAMED)
-        if isinstance(plain.get(group), dict) and isinstance(written.get(group), dict)
-    ]
-    for checks, before, after in holders:
-        for key, text in before.items():
+    for group in EVERY:
+        before, after = (tree.get(group) if group else tree for tree in (written, plain))
+        if not (isinstance(before, dict) and isinstance(after, dict)):
+            continue
+        texts = [key for key, text in before.items() if isinstance(text, str) and "${" in text]
+        checks = ranges(group, after) if texts else {}
+        for key in texts:
             check, value = checks.get(key), after.get(key)
-            interpolated = isinstance(text, str) and "${" in text and isinstance(value, str)
-            if check is not None and interpolated and not check.holds(value):
+            if check is not None and isinstance(value, str) and not check.holds(value):
                 with contextlib.suppress(HydraException):
                     after[key] = OverridesParser.create().parse_override(f"{key}={value}").value()
 
@@ -100,7 +97,7 @@ def problems(plain: dict[str, Any], unsure: Collection[str] = ()) -> list[str]:
     groups, keys = (*NAMED, *UNNAMED), options.keys("")
     errors = {no_key(key, (*keys, *groups)): key for key in plain if key not in (*keys, *groups)}
     errors |= {f"{key}: missing; a run needs it": key for key in keys if key not in plain}
-    values = dict(wrong_values(_checks(keys), plain, ""))
+    values = dict(wrong_values(ranges("", plain), plain, ""))
     for group in groups:
         content = plain.get(group)
         if not isinstance(content, dict):
@@ -119,19 +116,17 @@ def problems(plain: dict[str, Any], unsure: Collection[str] = ()) -> list[str]:
 
 
 def ranges(group: str, content: Mapping[str, Any]) -> Mapping[str, Check | None]:
-    """The keys of a group with their ranges; none for something of the user's own or an unknown
-    option."""
+    """The keys of a group (empty: those in none) with their ranges; none for something of the user's
+    own or an unknown option."""
     name = str(content.get("name"))
-    builtin = group in UNNAMED or (group in options.GROUPS and name in options.names(group))
-    return _checks(options.keys(group, name)) if builtin and "_target_" not in content else {}
+    builtin = group in ("", *UNNAMED) or (group in NAMED and name in options.names(group))
+    if not builtin or "_target_" in content:
+        return {}
+    return {key: field.check for key, field in options.keys(group, name).items()}
 
 
-def _checks(keys: Mapping[str, Field]) -> dict[str, Check | None]:
-    return {key: field.check for key, field in keys.items()}
-
-
-def _convert(ranges: Mapping[str, Check | None], holder: dict[str, Any]) -> None:
-    for key, allowed in ranges.items():
+def _convert(group: str, holder: dict[str, Any]) -> None:
+    for key, allowed in ranges(group, holder).items():
         if allowed is not None and key in holder:
             holder[key] = allowed.convert(holder[key])
 

@@ -379,17 +379,10 @@ class GPTReaderNetwork(Headed):
 def gpt_reader(
     vocabulary: int,
     max_length: int,
-    layers: int,
-    heads: int,
-    width: int,
-    dropout: float,
-    bias: bool,
     context: int,
     embeddings: int | None,
-    activation: str,
+    **decoder: Any,
 ) -> GPTReaderNetwork:
     """A reader, whose head has a bias, as in transformers; see ``gpt_classifier``."""
     size = embedded(vocabulary, max_length, context, embeddings)
-    return GPTReaderNetwork(
-        size, context, layers, heads, width, dropout, bias, activation, 2, head_bias=True
-    )
+    return GPTReaderNetwork(2, True, vocabulary=size, context=context, **decoder)

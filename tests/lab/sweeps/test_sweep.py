@@ -21,8 +21,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hydra._internal.core_plugins import basic_launcher, basic_sweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from runs import result_of
 
@@ -33,7 +34,7 @@ from nmrun.lab.runs import locks
 from nmrun.lab.sweeps import jobs
 from nmrun.lab.sweeps.sweeper import NMSweeper
 from nmrun.lab.train import checkpoint
-from nmrun.lab.words import command_line, experiment
+from nmrun.lab.words import command_line, experiment, hydra_internals
 from nmrun.lab.words.identity import run_folder
 
 NOW = 1_000_000.0
@@ -227,7 +228,8 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ]
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(basic_launcher.BasicLauncher, "launch", launch)
+    launchers = {each.__name__: each for each in Plugins.instance().discover(Launcher)}
+    monkeypatch.setattr(launchers["BasicLauncher"], "launch", launch)
     monkeypatch.setattr(jobs, "run_job", run_job)
     return call
 
@@ -498,8 +500,9 @@ def test_the_jobs_of_hydra_s_params_are_counted(launches, tmp_path):
 
 def test_hydra_s_own_classes_are_left_alone():
     assert Sweeper.validate_batch_is_legal.__module__ == "hydra.plugins.sweeper"
-    assert isinstance(vars(basic_sweeper.BasicSweeper)["split_arguments"], staticmethod)
-    assert basic_sweeper.BasicSweeper.split_arguments.__module__ == basic_sweeper.__name__
+    sweeper = hydra_internals.BasicSweeper
+    assert isinstance(vars(sweeper)["split_arguments"], staticmethod)
+    assert sweeper.split_arguments.__module__ == sweeper.__module__
 
 
 def test_the_jobs_are_those_that_were_checked(launches, tmp_path):
@@ -592,6 +595,7 @@ def test_a_dry_sweep_says_which_runs_there_cannot_be(tmp_path, nmrun_cli):
     assert not list((tmp_path / "outputs").iterdir())
 
 
+@pytest.mark.slow
 def test_a_dry_sweep_goes_on_after_a_model_that_cannot_be_built(tmp_path, nmrun_cli):
     (tmp_path / "mine" / "model").mkdir(parents=True)
     own = "name: own\n_target_: own.build\ninclude: null\nexclude: null\n"

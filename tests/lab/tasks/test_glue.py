@@ -314,6 +314,7 @@ def test_similarity_is_for_pairs(encoder, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_fine_tuning_that_was_cut_off_ends_with_the_same_bits(encoder, tmp_path):
     resumed(tmp_path, *overrides(encoder, "recipe=step", "recipe.switch=0.5"), by=cut_off)
 

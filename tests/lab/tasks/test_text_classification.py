@@ -292,6 +292,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_off_ends_with_the_same_bits(tmp_path):
     resumed(tmp_path, *SMALL, "recipe=step", "trainer.accumulate=2", by=cut_off)
 

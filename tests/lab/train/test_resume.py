@@ -108,7 +108,14 @@ def test_killed_where_rows_are_further_apart(tmp_path, monkeypatch):
     assert outcome(cfg) == alone
 
 
-@pytest.mark.parametrize("recipe", KINDS)
+# at the level of sparsify all recipes are resumed by test_resume_state.py
+FAST = ("step", "lbc", "sqft", "bi_mask")
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in KINDS],
+)
 def test_checkpoints_within_an_epoch(recipe, tmp_path, monkeypatch, capsys):
     """One after each step loses no step to a kill, and changes no bit."""
     alone, cfg = left_alone(tmp_path, recipe), make(tmp_path, recipe)
@@ -158,8 +165,9 @@ def test_killed_at_an_awkward_moment(owner, name, call, before, tmp_path):
     assert outcome(cfg) == left_alone(tmp_path, "step")
 
 
-@pytest.mark.parametrize("step", [5, 8])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("number", "step"), [(signal.SIGINT, 5), (signal.SIGTERM, 8), (signal.SIGUSR1, 5)]
+)
 def test_a_signal_saves_between_epochs_too(number, step, tmp_path):
     cfg = make(tmp_path, "step")
     with signal_after(step, number):

@@ -129,6 +129,11 @@ def test_a_finished_run_is_not_touched_and_force_repeats_it(tmp_path, capsys):
     assert run(cfg) == {**first, "status": "skipped"}
     assert "finished already: eval/loss" in capsys.readouterr().out
     assert (folder / "model.safetensors").stat() == before
+    plain = {**first["config"], "optimizer": {**first["config"]["optimizer"], "lr": 0.5}}
+    kept = {key: value for key, value in first.items() if key != "folder"}
+    RunFolder(folder).write_result({**kept, "config": plain})  # of before a default changed
+    assert run(cfg)["status"] == "skipped"
+    assert "that was before optimizer.lr (0.5, now 0.001) changed" in capsys.readouterr().err
     again = run(config(tmp_path, "recipe=ste", "force=true"))
     assert again["metrics"] == first["metrics"]
     assert {path.name for path in folder.iterdir()} == FILES

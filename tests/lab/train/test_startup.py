@@ -18,7 +18,7 @@ from nmrun.lab.cli import main
 for line in sys.argv[1:]:
     sys.argv = ["nmrun", *line.split()]
     status = main()
-    loaded = [name for name in ("torch._dynamo", "sympy", "wandb", "pandas") if name in sys.modules]
+    loaded = [name for name in ("torch._dynamo", "sympy", "wandb", "pandas", "nmrun.fast.acceleration") if name in sys.modules]
     print("PROBE", status, loaded, gc.isenabled(), gc.get_freeze_count() > 100_000)
 """
 

@@ -132,9 +132,9 @@ def test_the_variables_of_wandb_count_where_the_config_says_nothing(
 @pytest.mark.parametrize(
     ("mode", "login", "environment", "uploads"),
     [
-        ("offline", False, None, False), ("offline", True, None, True),
+        ("offline", True, None, True),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-            ("online", False, None, True), ("online", True, None, True),
+            ("offline", False, None, False), ("online", False, None, True), ("online", True, None, True),
             ("offline", False, "offline", True))),
     ],
 )  # fmt: skip

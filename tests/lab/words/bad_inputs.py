@@ -266,6 +266,7 @@ TOGETHER = {
 }
 
 SWEEPS = {
+    "--cfg job -m recipe=step,ste": "--multirun and --cfg: give one of them",
     "recipe=step,ste": "add -m",
     "seed=0,1": "add -m",
     "seed=range(3)": "add -m",

@@ -25,7 +25,7 @@ from verbs import python, verb
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import cli, output
 from nmrun.lab.sweeps import jobs
-from nmrun.lab.words import composition, hydra_internals
+from nmrun.lab.words import command_line, composition, hydra_internals
 
 HEAVY = ("torch", "wandb", "pandas", "sklearn", "fairseq", "matplotlib")
 PROBE = f"""
@@ -128,15 +128,6 @@ def test_a_sweep_goes_on_past_a_failure_and_does_only_what_is_missing(tmp_path, 
     assert "(2)" in table.stdout
 
 
-def test_the_dense_run_of_a_sweep_is_done_once(tmp_path, nmrun_cli):
-    process = nmrun_cli(
-        "-m", "recipe=dense", "sparsity=2:4,1:8,dense", "debug=fast", "output_dir=out"
-    )
-    assert process.returncode == 0, process.stderr
-    assert "sweep of 1: 1 finished" in process.stdout
-    assert len(list(tmp_path.rglob("result.json"))) == 1
-
-
 @pytest.mark.parametrize(
     ("words", "left_out"),
     [
@@ -145,24 +136,24 @@ def test_the_dense_run_of_a_sweep_is_done_once(tmp_path, nmrun_cli):
         ("recipe=dense sparsity=dense", None),
     ],
 )
-def test_a_ratio_beside_the_dense_recipe_is_told(words, left_out, nmrun_cli):
-    process = nmrun_cli(*words.split(), "--cfg", "job")
-    assert process.returncode == 0
+def test_a_ratio_beside_the_dense_recipe_is_told(words, left_out, capsys):
+    jobs.checked(words.split(), multirun=False)
     expected = f"nmrun: recipe=dense has no ratio: {left_out} changes nothing\n"
-    assert process.stderr == ("" if left_out is None else expected)
+    assert capsys.readouterr().err == ("" if left_out is None else expected)
 
 
-def test_the_command_of_a_dense_job_of_a_sweep_has_no_ratio(tmp_path, nmrun_cli):
-    words = ("-m", "recipe=dense,ste", "sparsity=2:4", "debug=fast", "output_dir=out")
-    process = nmrun_cli(*words)
-    assert process.returncode == 0, process.stderr
-    assert "changes nothing" not in process.stdout + process.stderr
-    results = [result_of(path.parent) for path in tmp_path.rglob("result.json")]
-    commands = {one["config"]["recipe"]["name"]: one["environment"]["command"] for one in results}
-    assert commands == {
-        "dense": "nmrun recipe=dense debug=fast output_dir=out",
-        "ste": "nmrun recipe=ste sparsity=2:4 debug=fast output_dir=out",
-    }
+def test_the_dense_run_of_a_sweep_is_one_job_without_a_ratio(capsys):
+    words = ["recipe=dense,ste", "sparsity=2:4,1:8,dense", "debug=fast", "output_dir=out"]
+    commands = [command_line.of_job(words) for words, _ in jobs.checked(words, multirun=True).jobs]
+    assert commands == [
+        "nmrun recipe=dense debug=fast output_dir=out",
+        *(
+            f"nmrun recipe=ste sparsity={ratio} debug=fast output_dir=out"
+            for ratio in ("2:4", "1:8")
+        ),
+        "nmrun sparsity=dense debug=fast output_dir=out",
+    ]
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.slow
@@ -295,7 +286,9 @@ def test_a_folder_that_is_gone(tmp_path):
     assert (process.returncode, process.stderr) == (2, line)
 
 
-@pytest.mark.parametrize("words", ["recipe=ste", "-m recipe=ste,asp"])
+@pytest.mark.parametrize(
+    "words", ["recipe=ste", pytest.param("-m recipe=ste,asp", marks=pytest.mark.slow)]
+)
 def test_a_name_that_is_too_long(words, tmp_path):
     process = shell(tmp_path, f"nmrun {words} debug=fast output_dir={'x' * 300}")
     assert process.returncode == 2

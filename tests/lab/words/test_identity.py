@@ -14,6 +14,7 @@ from verbs import python
 
 from nmrun.lab.keys import options
 from nmrun.lab.keys.groups import Trainer
+from nmrun.lab.words import identity as identity_module
 from nmrun.lab.words import schema
 from nmrun.lab.words.identity import identity, run_folder
 from nmrun.ranges import number
@@ -40,6 +41,21 @@ def test_every_key_counts_but_those_that_change_no_result(options, key):
     right = VALUES[options][key][0]
     ids = {identity(checked(options, **{key: value})) for value in right}
     assert len(ids) == (1 if key in IRRELEVANT else len(right))
+
+
+def test_a_default_that_has_changed_is_told():
+    """An id leaves defaults out, so it is the same after a change of one."""
+    config = checked(**{"trainer.steps": 50})
+    before = json.loads(json.dumps(config.plain))
+    assert identity_module.changed(before, config) == []
+    before["optimizer"]["lr"], before["trainer"]["clip"] = 0.5, 1.0
+    before["trainer"]["epochs"], before["trainer"]["device"] = 99, "cuda"  # change no result here
+    del before["schedule"]["cycles"]  # a key that came later
+    told = [
+        f"optimizer.lr (0.5, now {config.optimizer.lr})",
+        "trainer.clip (1.0, now null)",
+    ]
+    assert identity_module.changed(before, config) == told
 
 
 def test_what_a_budget_of_seconds_buys_depends_on_the_speed():

@@ -13,7 +13,7 @@ from verbs import python, verb
 import nmrun.lab.sweeps.jobs  # noqa: F401  (registers the source of ratios and recipes)
 from nmrun.errors import ConfigError
 from nmrun.lab.cli import all_verbs
-from nmrun.lab.words import help, reference
+from nmrun.lab.words import reference
 from nmrun.lab.words.composition import composing
 from nmrun.recipes import RECIPES
 
@@ -114,7 +114,7 @@ def test_options_of_ones_own_are_told(tmp_path, monkeypatch):
 
 def test_every_word_of_the_groups_has_help():
     """All that ``nmrun --help`` lists, and the words of a sweep."""
-    text = help.text()
+    text = reference.overview()
     listed = text[text.index("dataset: ") :].split("\n\n")[0].splitlines()
     groups = {group: names.split(", ") for group, _, names in (s.partition(": ") for s in listed)}
     assert set(groups) > {"debug", "experiment", "recipe"}

@@ -13,7 +13,7 @@ import socket
 import tarfile
 import tempfile
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -79,7 +79,8 @@ def read_torchvision(name: str) -> tuple[Labelled, Labelled, list[str], Path]:
     except ConfigError as missing:
         place = _download(name, missing)
     if any(place.match(other) for other in others):
-        loaded = load_folder(name, place, size=32)
+        with refused(f"dataset={name}: ", ConfigError):
+            loaded = load_folder(place, size=32)
         if "test" not in loaded.splits:
             raise ConfigError(f"dataset={name}: {place} has no folders train and test")
         return loaded.splits["train"], loaded.splits["test"], loaded.classes, place
@@ -210,8 +211,6 @@ def _read_digits() -> tuple[Tensor, Tensor]:
 
 SPLITS = ("train", "val", "test")
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# What an archive of images may grow to: images are compressed already, but for small plain ones.
-MOST_TIMES, SPARE_BYTES = 100, 10**8
 
 
 @dataclass(frozen=True)
@@ -231,7 +230,8 @@ def image_folder(config: Config, device: torch.device) -> Any:
         [options.path],
         "dataset.path is a folder with a folder of images for each class",
     )
-    loaded = load_folder("image_folder", place, options.resolution)
+    with refused("dataset=image_folder: ", ConfigError):
+        loaded = load_folder(place, options.resolution)
     sizes = options.sizes()
     classes, splits = len(loaded.classes), dict(loaded.splits)
     shape = loaded.splits["train"][0].shape[1:]
@@ -268,11 +268,12 @@ def imagenet(config: Config, device: torch.device) -> ImageStream:
     options = config.dataset.as_kind(ImageNet)
     how = "dataset.path is a folder with train and val, and in each a folder of images for every class"
     place = storage.find("imagenet", [options.path], how)
-    names, listed = listing("imagenet", place, ("train", "val"))
-    if "val" not in listed:
-        raise ConfigError(
-            f"dataset=imagenet: there is no {place / 'train'} with a {place / 'val'} beside it: {how}"
-        )
+    with refused("dataset=imagenet: ", ConfigError):
+        names, listed = listing(place, ("train", "val"))
+        if "val" not in listed:
+            raise ConfigError(
+                f"there is no {place / 'train'} with a {place / 'val'} beside it: {how}"
+            )
     samples = listed["train"] + listed["val"]
     paths, labels = (
         np.array([path.encode() for path, _ in samples]),
@@ -290,7 +291,7 @@ def imagenet(config: Config, device: torch.device) -> ImageStream:
 PHOTO, SMALL = 224, 64  # the side of photos, and what images may have that keep their size
 
 
-def load_folder(dataset: str, place: Path, size: int | None) -> Loaded:
+def load_folder(place: Path, size: int | None) -> Loaded:
     """All images of a folder, or of a tar archive of one, centred and scaled to ``size`` pixels a
     side, of None to those of ``dataset.resolution=null``. They are decoded once, and cached.
 
@@ -299,18 +300,16 @@ def load_folder(dataset: str, place: Path, size: int | None) -> Loaded:
     then. Raises ConfigError for a folder that is not so.
     """
     if place.is_file():
-        arrays = storage.cached(
-            ["images", "range", size], [place], lambda: _unpack(dataset, place, size)
-        )
+        arrays = storage.cached(["images", "range", size], [place], lambda: _unpack(place, size))
     else:
-        classes, listed = listing(dataset, place)
+        classes, listed = listing(place)
         paths = [Path(path) for samples in listed.values() for path, _ in samples]
         # links may bring the same files under other classes
         labels = {part: [label for _, label in samples] for part, samples in listed.items()}
         arrays = storage.cached(
             ["images", "range", size, classes, labels],
             paths,
-            lambda: _decode_all(dataset, classes, listed, size),
+            lambda: _decode_all(classes, listed, size),
         )
     present = [part for part in SPLITS if f"{part}_images" in arrays]
     copied = {
@@ -323,7 +322,7 @@ def load_folder(dataset: str, place: Path, size: int | None) -> Loaded:
 
 
 def listing(
-    dataset: str, place: Path, parts: Sequence[str] = SPLITS
+    place: Path, parts: Sequence[str] = SPLITS
 ) -> tuple[list[str], dict[str, list[tuple[str, int]]]]:
     """The names of a folder's classes, and paths and class numbers of the images of each of the
     ``parts`` that is there.
@@ -343,33 +342,33 @@ def listing(
         except (FileNotFoundError, NotADirectoryError) as error:
             why = str(error).split(" Supported")[0].rstrip(".")
             why = textwrap.shorten(why, 120, placeholder=" ...")  # it lists the classes
-            raise ConfigError(f"dataset={dataset}: {folder}: {why}") from None
+            raise ConfigError(f"{folder}: {why}") from None
         classes = classes or source.classes
         if source.classes != classes:
             odd = sorted({*source.classes} ^ {*classes})[0]
             raise ConfigError(
-                f"dataset={dataset}: {place}: train and {part} have not the same classes, for instance {odd}"
+                f"{place}: train and {part} have not the same classes, for instance {odd}"
             )
         listed[part] = source.samples
     return classes, listed
 
 
 def _decode_all(
-    dataset: str, classes: list[str], listed: dict[str, list[tuple[str, int]]], size: int | None
+    classes: list[str], listed: dict[str, list[tuple[str, int]]], size: int | None
 ) -> dict[str, NDArray[Any]]:
-    sizes = _sizes(dataset, [path for samples in listed.values() for path, _ in samples])
+    sizes = _sizes([path for samples in listed.values() for path, _ in samples])
     if size is None:
         median = int(np.sort(sizes.min(1))[len(sizes) // 2])
         size = median if median <= SMALL else PHOTO
     by_area = sizes[np.argsort(sizes.prod(1), kind="stable")]
     arrays: dict[str, NDArray[Any]] = {"classes": np.array(classes), "range": by_area[[0, -1]]}
     for part, samples in listed.items():
-        arrays[f"{part}_images"] = _pixels(dataset, [path for path, _ in samples], size)
+        arrays[f"{part}_images"] = _pixels([path for path, _ in samples], size)
         arrays[f"{part}_labels"] = np.array([label for _, label in samples])
     return arrays
 
 
-def _sizes(dataset: str, paths: Sequence[str]) -> NDArray[np.int64]:
+def _sizes(paths: Sequence[str]) -> NDArray[np.int64]:
     """Height and width of each file, by its head alone: (N, 2)."""
     from PIL import Image
 
@@ -377,7 +376,7 @@ def _sizes(dataset: str, paths: Sequence[str]) -> NDArray[np.int64]:
 
     def size(path: str) -> tuple[int, int]:
         with (
-            refused(f"dataset={dataset}: {path} is damaged, or not an image: ", *kinds),
+            refused(f"{path} is damaged, or not an image: ", *kinds),
             Image.open(path) as file,
         ):
             return file.height, file.width
@@ -386,21 +385,21 @@ def _sizes(dataset: str, paths: Sequence[str]) -> NDArray[np.int64]:
         return np.array(list(threads.map(size, paths)), dtype=np.int64)
 
 
-def _pixels(dataset: str, paths: Sequence[str], size: int) -> NDArray[np.uint8]:
+def _pixels(paths: Sequence[str], size: int) -> NDArray[np.uint8]:
     """uint8 (N, 3, size, size). Raises ConfigError for a file that cannot be decoded, and for more
     than half of the memory.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if len(paths) * 3 * size * size > memory / 2:
         raise ConfigError(
-            f"dataset={dataset}: {len(paths)} images of dataset.resolution={size} do not fit into memory; dataset=imagenet reads as it trains"
+            f"{len(paths)} images of dataset.resolution={size} do not fit into memory; dataset=imagenet reads as it trains"
         )
     pixels = np.empty((len(paths), 3, size, size), np.uint8)
 
     def fill(row: int) -> None:
         pixels[row] = np.moveaxis(decode(paths[row], size), 2, 0)
 
-    with ThreadPoolExecutor() as threads, refused(f"dataset={dataset}: ", OSError):
+    with ThreadPoolExecutor() as threads, refused("", OSError):
         list(threads.map(fill, range(len(paths))))
     return pixels
 
@@ -423,40 +422,29 @@ def decode(path: str, size: int) -> NDArray[np.uint8]:
         raise OSError(f"{path} is damaged, or not an image ({error})") from None
 
 
-def _unpack(dataset: str, archive: Path, size: int | None) -> dict[str, NDArray[Any]]:
+def _unpack(archive: Path, size: int | None) -> dict[str, NDArray[Any]]:
     if not hasattr(tarfile, "data_filter"):
         raise ConfigError(
-            f"dataset={dataset}: Python {platform.python_version()} has no safe way to unpack {archive}; "
+            f"Python {platform.python_version()} has no safe way to unpack {archive}; "
             "unpack it into a folder, or take Python 3.11.4 or newer"
         )
     with tempfile.TemporaryDirectory(prefix="nmrun-") as folder:
         try:
             with tarfile.open(archive) as tar:
-                most = MOST_TIMES * archive.stat().st_size + SPARE_BYTES
-                tar.extractall(folder, members=_up_to(most, tar), filter="data")
+                tar.extractall(folder, filter="data")
             inside = Path(folder)
             while len(entries := list(inside.iterdir())) == 1 and entries[0].is_dir():
                 inside = entries[0]
-            return _decode_all(dataset, *listing(dataset, inside), size)
+            return _decode_all(*listing(inside), size)
         except (tarfile.TarError, OSError, EOFError) as error:
             if isinstance(error, OSError) and error.errno in FULL:
                 raise ConfigError(
-                    f"dataset={dataset}: {archive} is unpacked in {tempfile.gettempdir()}, where no "
+                    f"{archive} is unpacked in {tempfile.gettempdir()}, where no "
                     "space is left: free some, or set TMPDIR to another folder"
                 ) from None
             raise ConfigError(
-                f"dataset={dataset}: {archive} is damaged, or not a tar archive ({first_line(error)})"
+                f"{archive} is damaged, or not a tar archive ({first_line(error)})"
             ) from None
-
-
-def _up_to(most: int, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The members, until they take more than so many bytes."""
-    total = 0
-    for member in tar:
-        total += tarfile.BLOCKSIZE + member.size
-        if total > most:
-            raise tarfile.TarError(f"it holds more than {most:,} bytes, which no images do")
-        yield member
 
 
 def split(
