@@ -46,7 +46,9 @@ def merge(model: PeftModel, pattern: str | Pattern = "2:4", **options: Any) -> n
         if not isinstance(layer, BaseTunerLayer):
             continue
         if layer.merged:
-            raise ConfigError(f"{name} has its adapter merged already: call unmerge_adapter() first")
+            raise ConfigError(
+                f"{name} has its adapter merged already: call unmerge_adapter() first"
+            )
         for each in candidates(layer.get_base_layer()):
             weight, fits = each.parameter, each.shape[each.dim] % pattern.m == 0
             if fits and holds(*grouped(weight, pattern, each.dim)):

@@ -29,8 +29,11 @@ SCRIPTS = [
     pytest.param("timm_train", marks=pytest.mark.minutes),
 ]
 NEEDS = {
-    "huggingface_trainer": "accelerate", "accelerate_loop": "accelerate",
-    "lightning_trainer": "lightning", "timm_train": "timm", "trl_sft": "trl",
+    "huggingface_trainer": "accelerate",
+    "accelerate_loop": "accelerate",
+    "lightning_trainer": "lightning",
+    "timm_train": "timm",
+    "trl_sft": "trl",
 }
 BY_HUGGING_FACE = {"huggingface_trainer": 8, "trl_sft": 14}  # and how many matrices are 2:4  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from errors import one_line
 from lazily import Lazily, needs
