@@ -78,7 +78,10 @@ class AddedParameters(Recipe):
                 f"{self.name} adds parameters, and Adagrad makes state for those alone that it is "
                 "constructed with: use another optimizer, such as AdamW or SGD"
             )
-        optimizer.add_param_group(self._settings(optimizer))  # a class may check or complete it
+        group = self._settings(optimizer)
+        if "param_names" in optimizer.param_groups[0]:  # torch names all parameters or none
+            group["params"] = [(".".join(key), p) for key, p in self.parameters.items()]
+        optimizer.add_param_group(group)  # a class may check or complete it
         self.group = optimizer.param_groups.pop()
 
     def _settings(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

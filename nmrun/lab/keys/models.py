@@ -8,16 +8,12 @@ from typing import Annotated, Any, ClassVar
 
 from nmrun.lab.keys.datasets import IMAGES, RUNNING_TEXT, TEXTS
 from nmrun.lab.keys.groups import Named
-from nmrun.lab.keys.ranges import EXPRESSIONS, WIDTHS
+from nmrun.lab.keys.ranges import ARGUMENTS, EXPRESSIONS, WIDTHS
 from nmrun.ranges import FLAG, FRACTION, TEXT, Check, one_of, whole
 
 DEPTH = Check(
     "6n + 2, such as 8, 14, 20, 32, 44, 56 or 110",
     lambda value: type(value) is int and value >= 8 and value % 6 == 2,
-)
-ARGUMENTS = Check(
-    "null or keyword arguments such as {drop_path_rate: 0.1}",
-    lambda value: isinstance(value, dict | None),
 )
 
 

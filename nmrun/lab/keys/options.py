@@ -85,12 +85,19 @@ CLASSES: dict[str, dict[str, str]] = {
         "hf_gpt2": "models.HFGPT2",
         "hf_causal": "models.HFCausal",
     },
-    "optimizer": {"adam": "groups.AdamKeys", "adamw": "groups.AdamWKeys", "sgd": "groups.SGDKeys"},
+    "optimizer": {
+        "adam": "groups.AdamKeys",
+        "adamw": "groups.AdamWKeys",
+        "sgd": "groups.SGDKeys",
+        "custom": "groups.CustomOptimizer",
+    },
     "schedule": {
         "constant": "groups.Constant",
         "cosine": "groups.Cosine",
         "linear": "groups.Linear",
         "inverse_sqrt": "groups.InverseSqrt",
+        "multistep": "groups.MultiStep",
+        "custom": "groups.CustomSchedule",
     },
     "track": {
         "local": "groups.Local",
