@@ -75,9 +75,10 @@ class Run(Group):
     init: Annotated[
         str | None,
         WEIGHTS,
-        "a finished run whose weights this one begins with: its folder, its best.safetensors "
-        "or its dense.safetensors. It is of the same network, pruned or not; gpt_classifier "
-        "and gpt_reader take gpt2's. null = the network's own",
+        "weights that this run begins with: a finished run's folder, its best.safetensors or its "
+        "dense.safetensors, or a state dict in a .safetensors, .pt, .pth or .bin file. It is of the "
+        "same network, pruned or not; gpt_classifier and gpt_reader take gpt2's. null = the "
+        "network's own",
     ] = None
     output_dir: Annotated[
         str,

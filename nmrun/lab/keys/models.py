@@ -110,7 +110,18 @@ class ResNet32(ResNet20):
 
 
 @dataclass(frozen=True)
-class Torchvision(Model):
+class Pretrained(Model):
+    """A network for images that its library has trained on ImageNet."""
+
+    pretrained: Annotated[
+        bool,
+        FLAG,
+        "begin with its library's weights of ImageNet, which are downloaded; the head is new",
+    ] = False
+
+
+@dataclass(frozen=True)
+class Torchvision(Pretrained):
     """A network of torchvision."""
 
     builder: ClassVar[str] = "nmrun.lab.models.images.of_torchvision"
@@ -185,7 +196,7 @@ class SwinB(SwinT):
 
 
 @dataclass(frozen=True)
-class Timm(Model):
+class Timm(Pretrained):
     """Any network of timm (needs nmrun[timm])."""
 
     decays: ClassVar[str] = "matrices"  # timm's own training, for all networks

@@ -17,7 +17,7 @@ from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import RUNNING_TEXT
 from nmrun.lab.keys.ranges import START
 from nmrun.lab.keys.recipe_facts import recipe_facts
-from nmrun.lab.runs.run_folder import weights_in
+from nmrun.lab.runs.run_folder import own_weights, weights_in
 from nmrun.patterns import Pattern, PatternError, written
 from nmrun.recipes import RECIPES
 
@@ -259,7 +259,7 @@ def _no_weights(plain: dict[str, Any]) -> Iterator[str]:
         folder, name = weights_in(place)
         # a recipe takes any file, of a run or not
         taken = key.startswith("recipe.") and Path(place).expanduser().is_file()
-        if not taken and (why := folder.without(name)):
+        if not (taken or own_weights(place)) and (why := folder.without(name)):
             yield f"{key}={place}: {why}"
 
 

@@ -74,7 +74,7 @@ TABLE = {
     "a run folder is named by its settings; track.project=NAME is W&B's": "--name --project name= exp_name= run_name= experiment_name=",
     "the data set decides on it": "num_classes= n_classes= classes= in_chans= in_channels= vocab_size=",
     "a class by its path is optimizer=custom optimizer.target=torch.optim.NAdam, and schedule=custom likewise": "_target_=",
-    "init=RUN begins with the weights of a run; timm and hf_encoder have pretrained ones": "pretrained=",
+    "model.pretrained=true for torchvision's and timm's; init=RUN or FILE begins with other weights": "pretrained=",
     "model=hf_encoder model.pretrained=bert-base-uncased, with dataset=glue": "model=bert model=roberta model=distilbert model=deberta",
     "model=hf_causal model.pretrained=NAME, with a data set of running text": "model=llama model=opt model=mistral model=qwen model=phi model=pythia",
     "model=timm model.name_in_timm=NAME has timm's networks": "model=torchvision model=efficientnet model=convnext",
