@@ -45,6 +45,7 @@ CLASSES: dict[str, dict[str, str]] = {
         "imagenet": "datasets.ImageNet",
         "generated_text": "datasets.GeneratedText",
         "glue": "datasets.Glue",
+        "labelled_text": "datasets.LabelledText",
         "stdlib_text": "datasets.StdlibText",
         "stdlib_text_all": "datasets.StdlibTextAll",
         "text": "datasets.TextFiles",

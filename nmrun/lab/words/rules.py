@@ -28,7 +28,7 @@ PACKAGES = {
     "track=tensorboard": ("tensorboard", "tensorboard"),
     "track=mlflow": ("mlflow", "mlflow"),
     "model=timm": ("timm", "timm"),
-    "dataset=hub_text": ("datasets", "texts"),
+    **dict.fromkeys(("dataset=hub_text", "dataset=labelled_text"), ("datasets", "texts")),
     **dict.fromkeys(
         ("model=hf_encoder", "model=hf_gpt2", "model=hf_causal"), ("transformers", "transformers")
     ),

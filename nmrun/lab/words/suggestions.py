@@ -78,7 +78,7 @@ TABLE = {
     "model=hf_encoder model.pretrained=bert-base-uncased, with dataset=glue": "model=bert model=roberta model=distilbert model=deberta",
     "model=hf_causal model.pretrained=NAME, with a data set of running text": "model=llama model=opt model=mistral model=qwen model=phi model=pythia",
     "model=timm model.name_in_timm=NAME has timm's networks": "model=torchvision model=efficientnet model=convnext",
-    "dataset=text has plain texts, dataset=hub_text those of a hub; a table takes a task of your own": "dataset=csv dataset=json dataset=jsonl",
+    "texts with labels are dataset=labelled_text, plain ones dataset=text, those of a hub dataset=hub_text": "dataset=csv dataset=json dataset=jsonl",
     "dataset=image_folder dataset.path=FOLDER": "dataset=folder dataset=images",
     "dataset=hub_text dataset.path=NAME": "dataset=huggingface dataset=hf",
     "name them, with commas: -m recipe=dense,asp,sr_ste": "recipe=all",

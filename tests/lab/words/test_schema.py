@@ -190,6 +190,7 @@ KINDS = [
 ]
 NEEDED = {  # what only the user knows
     "dataset=image_folder": {"path"}, "dataset=text": {"train"}, "dataset=hub_text": {"path"},
+    "dataset=labelled_text": {"train"},
     "dataset=token_bin": {"folder"}, "dataset=fairseq": {"path"},
     "optimizer=custom": {"target"}, "schedule=custom": {"target"},
 }  # fmt: skip
