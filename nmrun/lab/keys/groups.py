@@ -89,6 +89,11 @@ class Run(Group):
         "print the plan (layers, density, FLOPs) and train nothing; a sweep prints a line for"
         " each run",
     ] = False
+    detach: Annotated[
+        bool,
+        FLAG,
+        "with launcher=slurm: submit the jobs and return; nmrun status --watch follows them",
+    ] = False
 
 
 @dataclass(frozen=True)

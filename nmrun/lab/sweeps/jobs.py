@@ -30,6 +30,7 @@ from nmrun.lab import output
 from nmrun.lab.folders import sweep
 from nmrun.lab.folders.sweep import recorded
 from nmrun.lab.keys.config import Config
+from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import RunFolder, make_folder
 from nmrun.lab.sweeps import workers
 from nmrun.lab.sweeps.workers import JobLines
@@ -37,12 +38,14 @@ from nmrun.lab.words import (
     command_line,
     composition,
     experiment,
+    launchers,
     precheck,
     schema,
     sources,
 )
 from nmrun.lab.words.composition import plain_errors, without_others_configs
 from nmrun.lab.words.identity import run_folder, title
+from nmrun.lab.words.launchers import LAUNCHERS
 from nmrun.lab.words.precheck import Command, Job
 
 composition.register()
@@ -60,8 +63,7 @@ def main(argv: list[str]) -> int:
     if options.cfg or options.info:
         _hydra(flags, asked.sweeps[0])
         return 0
-    hydras = precheck.by_hydra(asked.sweeps, options.config_dir)
-    if not options.multirun and hydras:
+    if not options.multirun and asked.hydras:
         _hydra(flags, asked.sweeps[0])
         return _exit_status(_outcomes[-1])
     if not options.multirun:
@@ -71,16 +73,12 @@ def main(argv: list[str]) -> int:
         )
     with recorded(asked, shlex.join(["nmrun", *argv]), asked.sweeps) as folder:
         os.environ[sweep.SWEEP], os.environ[workers.SWEEPER] = str(folder), str(os.getpid())
-        if not hydras:
+        if not asked.hydras or asked.dry:
             status = _run_one_by_one(folder, asked.jobs, options.config_dir)
-        elif asked.launcher != "basic":
-            if not asked.dry:
-                place = shlex.quote(asked.output_dir)
-                watch = f"nmrun status --watch {place} shows how far they are"
-                print(f"jobs side by side: {watch}", flush=True)
-            status = _launch_side_by_side(folder, asked.launcher, flags, asked.sweeps[0])
+        elif asked.launcher == "basic":
+            status = _launch(flags, asked, asked.jobs)
         else:
-            status = _launch(flags, asked.sweeps[0])
+            status = _launch_side_by_side(folder, asked, flags)
         if not leads():
             return status
         lines, bad = sweep.summary(folder)
@@ -91,11 +89,14 @@ def main(argv: list[str]) -> int:
 
 def checked(overrides: list[str], multirun: bool, config_dir: str | None = None) -> Command:
     """What a command line asks for, composed and checked. ConfigError with all that is wrong."""
+    overrides = list(map(launchers.spelt_out, overrides))
     sweeps = [
         command_line.own_recipe(words, config_dir)
         for words in experiment.expand(overrides, multirun)
     ]
     asked = precheck.read(sweeps, multirun, config_dir)
+    if asked.detach and not (multirun and asked.queues):
+        raise ConfigError("detach=true: add -m and launcher=slurm, whose jobs outlive the command")
     tell([] if multirun else command_line.without_effect(overrides))
     output.no_longer_waiting()  # a launcher's processes would write behind it
     return asked
@@ -112,35 +113,52 @@ def _run_one_by_one(folder: Path, jobs: Sequence[Job], config_dir: str | None) -
     return 0
 
 
-def _launch(flags: list[str], overrides: list[str]) -> int:
-    """Run the jobs of all sweeps by Hydra's launcher, by the ``overrides`` of one; likewise."""
+def _launch(flags: list[str], asked: Command, jobs: Sequence[Job]) -> int:
+    """Run these jobs by Hydra's launcher; likewise."""
     from nmrun.lab.sweeps import sweeper
 
-    sweeper.register()
+    sweeper.register([words for words, _ in jobs])
+    if asked.queues:
+        from nmrun.lab.sweeps import slurm
+
+        folders = {tuple(words): _place(config) for words, config in jobs}
+        slurm.register(asked.detach, folders)
     try:
-        _hydra(flags, overrides)
+        _hydra(flags, asked.sweeps[0])
     except (SystemExit, KeyboardInterrupt) as stop:  # an interrupted job ends the sweep
         return int(stop.code or 0) if isinstance(stop, SystemExit) else 128 + signal.SIGINT
     return 0
 
 
-def _launch_side_by_side(
-    folder: Path, launcher: str, flags: list[str], overrides: list[str]
-) -> int:
-    """Likewise, by a launcher that runs jobs side by side, with a line for each job that ends."""
+def _launch_side_by_side(folder: Path, asked: Command, flags: list[str]) -> int:
+    """Likewise, by a launcher that runs jobs side by side, with a line for each job that ends. Jobs
+    for which nothing is to be done never come to it."""
+    missing, done = _missing(asked)
+    changed: dict[str, None] = {}
+    for number, ((words, config), outcome) in enumerate(done, len(missing) + 1):
+        sweep.add(folder, outcome, words, 0.0, number)
+        if outcome["status"] == "skipped":
+            changed |= dict.fromkeys(sources.changed(outcome["config"], config).values())
+    if changed:
+        tell([f"some finished before {', '.join(changed)} changed; force=true runs all again"])
+    if missing and not asked.detach:
+        place = shlex.quote(asked.output_dir)
+        watch = f"nmrun status --watch {place} shows how far they are"
+        print(f"jobs side by side: {watch}", flush=True)
+    launcher = LAUNCHERS.get(asked.launcher)
     with (
-        workers.Sweeper(folder, waits=launcher == "joblib") as sweeper,
+        workers.Sweeper(folder, waits=launcher is not None and launcher.passes_on) as sweeper,
         JobLines(folder, lambda: sweeper.catch(signal.SIGPIPE)),
     ):
+        if not missing:
+            return 0
         try:
-            status = _launch(flags, overrides)
+            status = _launch(flags, asked, missing)
         except BrokenExecutor:
             status = 1
             if sweeper.caught is None:
                 workers.note_killed(folder)
-        except _lost_job(launcher) as error:
-            if not any((folder / ".submitit").rglob("*_submitted.pkl")):  # which has a job's id
-                raise RunError(f"no job was submitted: {first_line(error)}") from None
+        except _lost_job(asked.launcher) as error:
             place = shlex.quote(str(folder.parents[1]))
             raise RunError(
                 "a job ended and reported nothing, as where it is killed or its time is up: "
@@ -149,9 +167,36 @@ def _launch_side_by_side(
     return status if sweeper.caught is None else 128 + sweeper.caught
 
 
+def _missing(asked: Command) -> tuple[list[Job], list[tuple[Job, dict[str, Any]]]]:
+    """The jobs that are to be launched; and the others, with their outcomes: those whose run has
+    finished, or that another process or the queue has."""
+    missing: list[Job] = []
+    done: list[tuple[Job, dict[str, Any]]] = []
+    queued = sweep.in_queue(asked.output_dir) if asked.queues else {}
+    for job in asked.jobs:
+        folder = _place(job.config)
+        outcome: dict[str, Any] | None = _finished(job.config)
+        if locks.is_locked(Path(folder)):
+            error = f"{locks.holder(Path(folder))} is at work on this very run"
+            outcome = {"status": "running", "folder": folder, "error": error}
+        elif folder in queued:
+            error = f"Slurm has it as job {queued[folder]}"
+            outcome = {
+                "status": "queued",
+                "folder": folder,
+                "queue": queued[folder],
+                "error": error,
+            }
+        if outcome is None:
+            missing.append(job)
+        else:
+            done.append((job, outcome))
+    return missing, done
+
+
 def _lost_job(launcher: str) -> type[Exception] | tuple[()]:
     """The error that a launcher raises for one job, whatever the others do."""
-    if not launcher.startswith("submitit"):
+    if launcher != "submitit_local":
         return ()
     from submitit.core.utils import UncompletedJobError  # which jobs elsewhere do not have
 
@@ -311,11 +356,10 @@ def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str
     the file system shows.
     """
     folder = run_folder(config)
-    run_dir = RunFolder(folder)
-    result = None if config.force or config.dry else run_dir.finished()
-    if result is not None:
-        run_dir.say_finished(sources.changed(result["config"], config).values())
-        return {**result, "status": "skipped", "folder": str(folder)}
+    outcome = _finished(config)
+    if outcome is not None:
+        RunFolder(folder).say_finished(sources.changed(outcome["config"], config).values())
+        return outcome
     if not config.dry:
         make_folder(folder, config.output_dir)  # before torch is imported for nothing
     if sweep is None or not config.dry:
@@ -332,6 +376,17 @@ def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str
         refuse([line])
         return {"status": "failed", "folder": str(folder), "error": line}
     return run(config, folder, sweep, command)
+
+
+def _finished(config: Config) -> dict[str, Any] | None:
+    """The outcome of a run that has finished before, unless it is asked for anew."""
+    folder = run_folder(config)
+    result = None if config.force or config.dry else RunFolder(folder).finished()
+    return None if result is None else {**result, "status": "skipped", "folder": str(folder)}
+
+
+def _place(config: Config) -> str:
+    return str(run_folder(config).absolute())
 
 
 def _exit_status(outcome: dict[str, Any]) -> int:

@@ -203,6 +203,19 @@ def _composed_by_hydra(words: Sequence[str]) -> DictConfig:
         raise ConfigError(first_line(error)) from None  # Hydra's, of defaults that are no list
 
 
+def sweeper(overrides: Sequence[Override]) -> tuple[str, list[Override]] | None:
+    """What Hydra's own settings say of a sweep with these overrides: its launcher, and the overrides
+    of ``hydra.sweeper.params``. None where they cannot be composed, which the jobs then tell."""
+    fixed = [o.input_line or "" for o in overrides if not o.is_sweep_override()]
+    try:
+        settings = compose("nmrun", fixed, return_hydra_config=True).hydra
+        params = settings.sweeper.params or {}
+        swept = [command_line.parse(f"{key}={values}") for key, values in params.items()]
+        return str(settings.runtime.choices["hydra/launcher"]), swept
+    except (HydraException, OmegaConfBaseException):
+        return None
+
+
 def config_of(
     words: Sequence[str], config_dir: str | None = None, cache: Cache | None = None
 ) -> Config:

@@ -15,7 +15,7 @@ from nmrun.oneshot import METHODS
 
 GROUPS = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "seed")
 SETTINGS = (*GROUPS, "init")  # what can change a result
-OF_COMMAND = {"output_dir", "resume", "force", "dry"}  # and not of the training
+OF_COMMAND = {"output_dir", "resume", "force", "dry", "detach"}  # and not of the training
 # where and how it runs, and what it reports
 IRRELEVANT = {
     "dataset": {"workers"},

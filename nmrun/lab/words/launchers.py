@@ -1,0 +1,42 @@
+"""The launchers of sweeps: what nmrun knows of each one of Hydra's."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+GROUP = "hydra/launcher"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What differs between launchers.
+
+    ``extra`` is the extra of nmrun that has it, as Hydra's ``plugin``. ``needs`` is a program that
+    it calls. ``here``: its jobs run on this machine. ``passes_on``: the sweep's process has started
+    those of the jobs, and passes a signal on to them. ``queues``: its jobs outlive the command.
+    """
+
+    extra: str
+    plugin: str
+    needs: str | None = None
+    here: bool = False
+    passes_on: bool = False
+    queues: bool = False
+
+
+LAUNCHERS = {
+    "joblib": Launcher("launchers", "joblib", here=True, passes_on=True),
+    "submitit_local": Launcher("launchers", "submitit_local", here=True),
+    "slurm": Launcher("launchers", "submitit_slurm", needs="sbatch", queues=True),
+    "submitit_slurm": Launcher("launchers", "submitit_slurm", needs="sbatch", queues=True),
+    "ray": Launcher("ray", "ray"),
+    "ray_aws": Launcher("ray", "ray_aws"),
+}
+
+
+def spelt_out(word: str) -> str:
+    """The word for Hydra that ``launcher=slurm`` or ``launcher.partition=gpu`` stands for; any other
+    as it is."""
+    named = re.sub(r"^launcher=", f"{GROUP}=", word)
+    return re.sub(r"^([+~]*)launcher\.", r"\1hydra.launcher.", named)
