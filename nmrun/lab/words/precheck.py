@@ -113,7 +113,7 @@ def read(
     cache = {} if cache is None else cache
     problems: list[str] = []
     jobs: dict[tuple[str, ...], Job] = {}
-    launcher, hydras = "basic", _by_hydra(sweeps, config_dir)
+    launcher, hydras = "basic", by_hydra(sweeps, config_dir)
     with composing(config_dir):
         for words in sweeps:
             try:
@@ -152,7 +152,7 @@ class _Sweep:
         self.problems += unreadable
         loader = GlobalHydra.instance().config_loader()
         named = [str(o.value()) for o in overrides if o.key_or_group == GROUP]
-        self.launcher, missing = named[-1] if named else "basic", _refused_by_hydra(overrides)
+        self.launcher, missing = named[-1] if named else "basic", _refusedby_hydra(overrides)
         missing += _not_here(self.launcher, loader)
         if hydras and not missing and not unreadable:
             # files may choose a launcher too, and add to what is swept
@@ -321,7 +321,7 @@ def _wrong_option(group: str, option: str, options: list[str]) -> str | None:
     return suggestions.option(group, option, options)
 
 
-def _by_hydra(sweeps: Sequence[Sequence[str]], config_dir: str | None) -> bool:
+def by_hydra(sweeps: Sequence[Sequence[str]], config_dir: str | None) -> bool:
     """Whether Hydra launches the jobs: overrides or a folder of configs say something to it."""
     if any(map(command_line.is_hydras, itertools.chain(*sweeps))):
         return True
@@ -352,7 +352,7 @@ def _speaks_to_hydra(file: Path) -> bool:
     return "hydra" in content or any(name.startswith("hydra/") for name in chosen)
 
 
-def _refused_by_hydra(overrides: Sequence[Override]) -> list[str]:
+def _refusedby_hydra(overrides: Sequence[Override]) -> list[str]:
     """A line for each word to Hydra that would do nothing here, or fail later."""
     problems = []
     for override in overrides:
