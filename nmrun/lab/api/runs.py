@@ -26,7 +26,7 @@ from nmrun.lab.runs.run_folder import METRICS, RunFolder, metrics_of
 from nmrun.lab.sweeps import jobs
 from nmrun.lab.train import checkpoint
 from nmrun.lab.train.track import MLFLOW_WAITS
-from nmrun.lab.words import command_line
+from nmrun.lab.words import command_line, experiment
 from nmrun.patterns import written
 
 if TYPE_CHECKING:
@@ -251,7 +251,9 @@ def parse(
         hint = "; nmrun.sweep does several runs" if name == "multirun" else ""
         raise ConfigError(f"--{name.replace('_', '-')}: not for Python{hint}")
     for override in () if multirun else command_line.parsed(given.overrides)[0]:
-        if override.is_sweep_override() or override.key_or_group in ("experiment", "zip"):
+        own = experiment.own(given.config_dir) if override.key_or_group == "experiment" else []
+        table = override.key_or_group in ("experiment", "zip") and override.value() not in own
+        if override.is_sweep_override() or table:
             raise ConfigError(f"{override.input_line}: nmrun.sweep does several runs")
     return given.overrides, given.config_dir
 

@@ -92,7 +92,7 @@ def checked(overrides: list[str], multirun: bool, config_dir: str | None = None)
     overrides = list(map(launchers.spelt_out, overrides))
     sweeps = [
         command_line.own_recipe(words, config_dir)
-        for words in experiment.expand(overrides, multirun)
+        for words in experiment.expand(overrides, multirun, config_dir)
     ]
     asked = precheck.read(sweeps, multirun, config_dir)
     if asked.detach and not (multirun and asked.queues):

@@ -154,11 +154,11 @@ class _Sweep:
         named = [str(o.value()) for o in overrides if o.key_or_group == GROUP]
         self.launcher, missing = named[-1] if named else "basic", _refusedby_hydra(overrides)
         missing += _not_here(self.launcher, loader)
-        if hydras and not missing and not unreadable:
+        if multirun and hydras and not missing and not unreadable:
             # files may choose a launcher too, and add to what is swept
             self.launcher, swept = composition.sweeper(overrides) or (self.launcher, [])
             missing += _not_here(self.launcher, loader)
-            overrides = [*swept, *overrides] if multirun else overrides
+            overrides = [*swept, *overrides]
         if self.launcher != "basic" and not multirun and not missing:
             missing.append(f"launcher={self.launcher}: launchers are for sweeps; add -m")
         for override in overrides:

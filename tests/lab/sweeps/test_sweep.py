@@ -24,7 +24,8 @@ import pytest
 from hydra._internal.core_plugins import basic_launcher, basic_sweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.plugins.sweeper import Sweeper
-from runs import mistakes, result_of
+from lazily import needs
+from runs import TINY, at_work, config, finished, mistakes, result_of
 
 from nmrun.errors import ConfigError
 from nmrun.lab import cli, output
@@ -489,6 +490,42 @@ def test_the_jobs_of_hydra_s_params_are_counted(place, launches, tmp_path):
     assert sweep.read(folder).jobs == 6
     problems = mistakes([params.replace("'1,2'", "'1,x'"), "seed=0,1"], multirun=True)
     assert problems == ["trainer.epochs=x: it takes a whole number, 1 or more"]
+
+
+@needs("launchers", "hydra_plugins.hydra_joblib_launcher")
+def test_what_is_done_never_comes_to_a_launcher(tmp_path, monkeypatch, capsys):
+    """Neither finished runs nor those that another process has; and no launcher starts for nothing."""
+    from hydra_plugins.hydra_joblib_launcher.joblib_launcher import JoblibLauncher
+
+    launched: list[list[list[str]]] = []
+
+    def launch(_: object, every: list[list[str]], initial_job_idx: int) -> list[object]:
+        launched.append(every)
+        return []
+
+    monkeypatch.setattr(JoblibLauncher, "launch", launch)
+    words = [*TINY, "trainer.epochs=1", "trainer.limit_batches=1", "model.channels=[4,4,4]"]
+    finished(config(tmp_path, *words, "seed=0"))
+    other = run_folder(config(tmp_path, *words, "seed=1"))
+    other.mkdir(parents=True)
+
+    def sweep(seeds: str, *more: str) -> str:
+        command = ["nmrun", "-m", "launcher=joblib", *words, f"output_dir={tmp_path}", *more]
+        monkeypatch.setattr(sys, "argv", [*command, f"seed={seeds}"])
+        launched.clear()
+        cli.main()
+        return capsys.readouterr().out
+
+    with at_work(other):
+        said = sweep("0,1,2")
+        assert [[word for word in job if "seed" in word] for job in launched[0]] == [["seed=2"]]
+        assert "[2/3] seed=0: finished already, accuracy" in said
+        assert "[3/3] seed=1: running: another process is at work" in said
+        assert "sweep of 3: 1 skipped, 1 running in another process, 1 not reached" in said
+        assert "1 skipped, 1 running" in sweep("0,1")
+        assert launched == []
+    sweep("0,1", "force=true")
+    assert len(launched[0]) == 2
 
 
 def test_hydra_s_own_classes_are_left_alone():
