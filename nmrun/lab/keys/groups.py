@@ -461,6 +461,9 @@ class WandB(Track):
     ] = False
     console: Annotated[bool, FLAG, "send what the run prints"] = False
     system: Annotated[bool, FLAG, "send statistics of the machine"] = False
+    weights: Annotated[
+        bool, FLAG, "send the final weights, model.safetensors, as an artifact: model-<id>"
+    ] = False
 
 
 @dataclass(frozen=True)
