@@ -145,9 +145,9 @@ def _launch_side_by_side(folder: Path, asked: Command, flags: list[str]) -> int:
         place = shlex.quote(asked.output_dir)
         watch = f"nmrun status --watch {place} shows how far they are"
         print(f"jobs side by side: {watch}", flush=True)
-    launcher = LAUNCHERS.get(asked.launcher)
+    signals = LAUNCHERS[asked.launcher].signals if asked.launcher in LAUNCHERS else None
     with (
-        workers.Sweeper(folder, waits=launcher is not None and launcher.passes_on) as sweeper,
+        workers.Sweeper(folder, waits=signals is not None) as sweeper,
         JobLines(folder, lambda: sweeper.catch(signal.SIGPIPE)),
     ):
         if not missing:
@@ -158,11 +158,13 @@ def _launch_side_by_side(folder: Path, asked: Command, flags: list[str]) -> int:
             status = 1
             if sweeper.caught is None:
                 workers.note_killed(folder)
-        except _lost_job(asked.launcher) as error:
-            place = shlex.quote(str(folder.parents[1]))
+        except (ConfigError, RunError):
+            raise
+        except Exception as error:  # the launcher's own
+            place = shlex.quote(asked.output_dir)
             raise RunError(
-                "a job ended and reported nothing, as where it is killed or its time is up: "
-                f"{first_line(error)}. Others may go on: nmrun status --watch {place} shows them"
+                f"launcher={asked.launcher}: {type(error).__name__}: {first_line(error)}; "
+                f"nmrun status --watch {place} shows whether jobs go on"
             ) from None
     return status if sweeper.caught is None else 128 + sweeper.caught
 
@@ -194,16 +196,6 @@ def _missing(asked: Command) -> tuple[list[Job], list[tuple[Job, dict[str, Any]]
     return missing, done
 
 
-def _lost_job(launcher: str) -> type[Exception] | tuple[()]:
-    """The error that a launcher raises for one job, whatever the others do."""
-    if launcher != "submitit_local":
-        return ()
-    from submitit.core.utils import UncompletedJobError  # which jobs elsewhere do not have
-
-    error: type[Exception] = UncompletedJobError
-    return error
-
-
 def _hydra(flags: list[str], overrides: list[str]) -> None:
     sys.argv[1:] = [*flags, *overrides]  # Hydra wants its options first
     os.environ["HYDRA_FULL_ERROR"] = "1"  # it raises its errors, and prints no traceback
@@ -220,19 +212,24 @@ _outcomes: list[dict[str, Any]] = []
 def _job(composed: DictConfig) -> None:
     job = HydraConfig.get()
     workers.end_with_sweep()
+    launcher = LAUNCHERS.get(job.runtime.choices["hydra/launcher"])
+    reads = launcher is not None and launcher.signals == "read"
     folder = Path(os.environ[sweep.SWEEP]) if job.mode == RunMode.MULTIRUN else None
     overrides = [command_line.unescaped(word) for word in job.overrides.task]
     with output.ends_quietly(), without_others_configs():  # jobs may run in other processes
         if folder:
             number = job.job.num + 1
             command = command_line.of_hydra(job, overrides)
-            run = _run_in_sweep if sweep.is_own(folder) else _run_in_worker
-            outcome = run(folder, number, composed, overrides, command)
+            about = (folder, number, composed, overrides, command)
+            if sweep.is_own(folder):
+                outcome = _run_in_sweep(*about)
+            else:
+                outcome = _run_in_worker(*about, reads)
         else:
             outcome = _outcome_of(composed, None, command_line.of_hydra(job, overrides))
     _outcomes.append(outcome)
     workers.end_with_sweep()
-    if folder and outcome["status"] == "interrupted":
+    if folder and outcome["status"] == "interrupted" and not reads:
         raise SystemExit(_exit_status(outcome))
 
 
@@ -247,9 +244,15 @@ def _run_in_sweep(
 
 
 def _run_in_worker(
-    folder: Path, number: int, composed: DictConfig, overrides: list[str], command: str
+    folder: Path,
+    number: int,
+    composed: DictConfig,
+    overrides: list[str],
+    command: str,
+    reads: bool,
 ) -> dict[str, Any]:
-    """Run a job in a launcher's worker; as :func:`run_job`. Its output goes to a log."""
+    """Run a job in a launcher's worker; as :func:`run_job`. Its output goes to a log. ``reads``: it
+    reads of a signal in the record."""
 
     def begins(run: Path) -> None:
         sweep.begins(folder, number, overrides, run, workers.launched_this())
@@ -262,7 +265,8 @@ def _run_in_worker(
         outcome = interrupted  # this job is never begun
     else:
         try:
-            with workers.ends_by_signal(), output.logged(sweep.log_of(folder, number)):
+            stop = workers.ends_by_record(folder) if reads else workers.ends_by_signal()
+            with stop, output.logged(sweep.log_of(folder, number)):
                 outcome = run_job(folder, number, composed, overrides, command, begins)
         except KeyboardInterrupt:
             outcome = interrupted

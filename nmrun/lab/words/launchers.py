@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 GROUP = "hydra/launcher"
 
@@ -13,24 +14,26 @@ class Launcher:
     """What differs between launchers.
 
     ``extra`` is the extra of nmrun that has it, as Hydra's ``plugin``. ``needs`` is a program that
-    it calls. ``here``: its jobs run on this machine. ``passes_on``: the sweep's process has started
-    those of the jobs, and passes a signal on to them. ``queues``: its jobs outlive the command.
+    it calls. ``here``: its jobs run on this machine. ``queues``: its jobs outlive the command.
+
+    ``signals`` is how jobs get a signal that the sweep's process gets: ``passed`` on to processes
+    that this has started, or ``read`` by them in the sweep's record. None: they do not.
     """
 
     extra: str
     plugin: str
     needs: str | None = None
     here: bool = False
-    passes_on: bool = False
+    signals: Literal["passed", "read"] | None = None
     queues: bool = False
 
 
 LAUNCHERS = {
-    "joblib": Launcher("launchers", "joblib", here=True, passes_on=True),
+    "joblib": Launcher("launchers", "joblib", here=True, signals="passed"),
     "submitit_local": Launcher("launchers", "submitit_local", here=True),
     "slurm": Launcher("launchers", "submitit_slurm", needs="sbatch", queues=True),
     "submitit_slurm": Launcher("launchers", "submitit_slurm", needs="sbatch", queues=True),
-    "ray": Launcher("ray", "ray"),
+    "ray": Launcher("ray", "ray", signals="read"),
     "ray_aws": Launcher("ray", "ray_aws"),
 }
 
