@@ -28,7 +28,7 @@ from nmrun.lab.runs.run_folder import METRICS, RunFolder, metrics_of
 from nmrun.lab.sweeps import jobs
 from nmrun.lab.train import checkpoint
 from nmrun.lab.train.track import MLFLOW_WAITS
-from nmrun.lab.words import command_line, experiment
+from nmrun.lab.words import command_line, experiment, launchers
 from nmrun.patterns import written
 from nmrun.recipes.base import Recipe
 
@@ -125,7 +125,7 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
         RunError: where no run has a result.
     """
     typed, config_dir = parse(overrides, {}, multirun=True)
-    for word in filter(command_line.is_hydras, typed):
+    for word in filter(command_line.is_hydras, map(launchers.spelt_out, typed)):
         raise ConfigError(f"{word}: Hydra's launchers are for the command line, nmrun -m")
     asked = jobs.checked(typed, multirun=True, config_dir=config_dir)
     command = command_line.typed(config_dir, ["-m", *typed])

@@ -45,7 +45,6 @@ from nmrun.lab.words import (
 )
 from nmrun.lab.words.composition import plain_errors, without_others_configs
 from nmrun.lab.words.identity import run_folder, title
-from nmrun.lab.words.launchers import LAUNCHERS
 from nmrun.lab.words.precheck import Command, Job
 
 composition.register()
@@ -145,9 +144,9 @@ def _launch_side_by_side(folder: Path, asked: Command, flags: list[str]) -> int:
         place = shlex.quote(asked.output_dir)
         watch = f"nmrun status --watch {place} shows how far they are"
         print(f"jobs side by side: {watch}", flush=True)
-    signals = LAUNCHERS[asked.launcher].signals if asked.launcher in LAUNCHERS else None
+    hear = asked.known is not None and asked.known.signals is not None
     with (
-        workers.Sweeper(folder, waits=signals is not None) as sweeper,
+        workers.Sweeper(folder, waits=hear) as sweeper,
         JobLines(folder, lambda: sweeper.catch(signal.SIGPIPE)),
     ):
         if not missing:
@@ -212,8 +211,8 @@ _outcomes: list[dict[str, Any]] = []
 def _job(composed: DictConfig) -> None:
     job = HydraConfig.get()
     workers.end_with_sweep()
-    launcher = LAUNCHERS.get(job.runtime.choices["hydra/launcher"])
-    reads = launcher is not None and launcher.signals == "read"
+    known = launchers.of(job.launcher._target_)
+    reads = known is not None and known.signals == "read"
     folder = Path(os.environ[sweep.SWEEP]) if job.mode == RunMode.MULTIRUN else None
     overrides = [command_line.unescaped(word) for word in job.overrides.task]
     with output.ends_quietly(), without_others_configs():  # jobs may run in other processes

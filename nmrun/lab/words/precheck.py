@@ -36,7 +36,7 @@ from nmrun.lab.words import (
     suggestions,
 )
 from nmrun.lab.words.composition import RATIO, Cache, composing, of_groups, plain_errors
-from nmrun.lab.words.launchers import GROUP, LAUNCHERS
+from nmrun.lab.words.launchers import GROUP, LAUNCHERS, Launcher
 from nmrun.patterns import Pattern, PatternError
 from nmrun.registry import no_such
 
@@ -67,13 +67,14 @@ class Job(NamedTuple):
 @dataclass(frozen=True)
 class Command:
     """What a command line asks for: the overrides of each sweep, its jobs, each once, and the
-    launcher that runs them; ``basic`` is this process itself. ``hydras``: whether Hydra launches
-    them, since something is said to it.
+    launcher that runs them, with what is ``known`` of it; ``basic`` is this process itself.
+    ``hydras``: whether Hydra launches them, since something is said to it.
     """
 
     sweeps: list[list[str]]
     jobs: list[Job]
     launcher: str
+    known: Launcher | None
     hydras: bool
 
     @property
@@ -82,7 +83,7 @@ class Command:
 
     @property
     def queues(self) -> bool:
-        return self.launcher in LAUNCHERS and LAUNCHERS[self.launcher].queues
+        return self.known is not None and self.known.queues
 
     @property
     def detach(self) -> bool:
@@ -113,13 +114,13 @@ def read(
     cache = {} if cache is None else cache
     problems: list[str] = []
     jobs: dict[tuple[str, ...], Job] = {}
-    launcher, hydras = "basic", by_hydra(sweeps, config_dir)
+    launcher, known, hydras = "basic", None, by_hydra(sweeps, config_dir)
     with composing(config_dir):
         for words in sweeps:
             try:
                 with plain_errors():
                     sweep = _Sweep(words, multirun, hydras, problems)
-                    launcher = sweep.launcher
+                    launcher, known = sweep.launcher, sweep.known
                     sweep.compose(jobs, cache)
             except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
                 named = isinstance(error, yaml.YAMLError) or getattr(error, "filename", None)
@@ -129,7 +130,7 @@ def read(
                 problems += error.problems
     if to_run and not problems:
         for job in jobs.values():
-            here = launcher == "basic" or (launcher in LAUNCHERS and LAUNCHERS[launcher].here)
+            here = launcher == "basic" or (known is not None and known.here)
             problems += rules.refusals(job.config.plain, here)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -137,7 +138,7 @@ def read(
         raise ConfigError(
             "the sweeps of an experiment differ in words for Hydra: they have one launcher"
         )
-    return Command(list(sweeps), list(jobs.values()), launcher, hydras)
+    return Command(list(sweeps), list(jobs.values()), launcher, known, hydras)
 
 
 class _Sweep:
@@ -154,11 +155,13 @@ class _Sweep:
         named = [str(o.value()) for o in overrides if o.key_or_group == GROUP]
         self.launcher, missing = named[-1] if named else "basic", _refusedby_hydra(overrides)
         missing += _not_here(self.launcher, loader)
-        if multirun and hydras and not missing and not unreadable:
-            # files may choose a launcher too, and add to what is swept
-            self.launcher, swept = composition.sweeper(overrides) or (self.launcher, [])
+        self.known: Launcher | None = None
+        readable = multirun and hydras and not missing and not unreadable
+        # files may choose a launcher too, and add to what is swept
+        if readable and (settings := composition.sweep(overrides)):
+            self.launcher, self.known = settings.launcher, settings.known
+            overrides = [*settings.params, *overrides]
             missing += _not_here(self.launcher, loader)
-            overrides = [*swept, *overrides]
         if self.launcher != "basic" and not multirun and not missing:
             missing.append(f"launcher={self.launcher}: launchers are for sweeps; add -m")
         for override in overrides:

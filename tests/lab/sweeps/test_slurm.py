@@ -17,7 +17,9 @@ import pytest
 from lazily import needs
 from slurm import cluster
 
+from nmrun.errors import ConfigError
 from nmrun.lab.folders import queue, status, sweep
+from nmrun.lab.sweeps import jobs
 from nmrun.lab.words import composition
 
 WORDS = ("recipe=sr_ste", "track=local", "model.channels=[8,8,8]", "trainer.batch_size=16")
@@ -41,6 +43,16 @@ def test_a_job_at_its_limit_is_saved_and_queued_again():
     assert 60 <= asked.signal_delay_s < 60 * asked.timeout_min
     assert asked.partition == "gpu"
     assert asked.additional_parameters == {"requeue": True}
+
+
+@needs("launchers", "hydra_plugins.hydra_submitit_launcher")
+def test_a_preset_of_ones_own_is_a_launcher_for_slurm(tmp_path):
+    (tmp_path / "hydra" / "launcher").mkdir(parents=True)
+    (tmp_path / "hydra" / "launcher" / "ours.yaml").write_text("defaults: [slurm]\nqos: low\n")
+    asked = jobs.checked(["launcher=ours", "detach=true", "seed=0,1"], True, str(tmp_path))
+    assert (asked.launcher, asked.queues, asked.detach) == ("ours", True, True)
+    with pytest.raises(ConfigError, match="launcher=slurm"):
+        jobs.checked(["launcher=submitit_local", "detach=true", "seed=0,1"], True)
 
 
 @pytest.fixture

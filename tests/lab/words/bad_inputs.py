@@ -520,7 +520,7 @@ TOOLS = {
     **dict.fromkeys(("version", "-V"), "nmrun --version"),
     **dict.fromkeys(
         ("--jobs 4", "-m seed=0,1 -j 4", "-m hydra.launcher.jobs=2 seed=0,1", "-m hydra.launcher.n_jobs=2 seed=0,1", "n_jobs=2"),
-        "hydra/launcher=joblib hydra.launcher.n_jobs=4",
+        "launcher=joblib launcher.n_jobs=4",
     ),
     **dict.fromkeys(
         ("my.yaml", "--config my.yaml", "--config=my.yaml", "config=my.yaml", "cp recipe.yaml"),
