@@ -93,6 +93,11 @@ class Run(Group):
         "print the plan (layers, density, FLOPs) and train nothing; a sweep prints a line for"
         " each run",
     ] = False
+    detach: Annotated[
+        bool,
+        FLAG,
+        "with launcher=slurm: submit the jobs and return; nmrun status --watch follows them",
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -512,6 +517,9 @@ class WandB(Track):
     ] = False
     console: Annotated[bool, FLAG, "send what the run prints"] = False
     system: Annotated[bool, FLAG, "send statistics of the machine"] = False
+    weights: Annotated[
+        bool, FLAG, "send the final weights, model.safetensors, as an artifact: model-<id>"
+    ] = False
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from nmrun.ranges import value_text
 
 GROUPS = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "seed")
 SETTINGS = (*GROUPS, "init")  # what can change a result
-OF_COMMAND = {"output_dir", "resume", "force", "dry"}  # and not of the training
+OF_COMMAND = {"output_dir", "resume", "force", "dry", "detach"}  # and not of the training
 # where and how it runs, and what it reports
 IRRELEVANT = {
     "dataset": {"workers"},

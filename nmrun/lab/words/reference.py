@@ -28,6 +28,7 @@ from nmrun.registry import did_you_mean, no_such
 GROUPS = kinds.GROUPS
 WORDS = {  # words of a command that are no keys of a config
     "experiment": "experiment=NAME scale=smoke|small|paper: the runs of a paper's table or figure, a sweep (-m).",
+    "launcher": "launcher=joblib|slurm|ray: in a sweep (-m) jobs side by side; launcher.KEY= are its own settings.",
     "scale": "scale=smoke|small|paper: how large an experiment's runs are; default small.",
     "zip": "zip=KEY,KEY: in a sweep (-m) the values of these keys go together, not in all combinations.",
     "debug": "debug=fast: a few batches through everything, in seconds; no tracker; into outputs/.debug.",

@@ -68,7 +68,7 @@ TABLE = {
     "remove the run's folder; nmrun status lists them": "delete remove clean",
     "track=wandb track.mode=online logs to W&B, after wandb login": "login sync wandb",
     "--config-dir FOLDER adds your configs: FOLDER/model/mine.yaml is model=mine": "init cp new create --config config=",
-    "for jobs side by side write -m hydra/launcher=joblib hydra.launcher.n_jobs=4": "--jobs -j --n-jobs --parallel jobs= n_jobs=",
+    "for jobs side by side write -m launcher=joblib launcher.n_jobs=4": "--jobs -j --n-jobs --parallel jobs= n_jobs=",
     "debug=fast is a run of seconds": "debug --debug",
     "force=true makes a finished run anew": "--overwrite -f overwrite=",
     "a run folder is named by its settings; track.project=NAME is W&B's": "--name --project name= exp_name= run_name= experiment_name=",

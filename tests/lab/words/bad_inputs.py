@@ -305,7 +305,10 @@ SWEEPS = {
     "-m zip=seed,recipe seed=0,1 recipe=[a,b": "recipe=[a,b: cannot be read as key=value",
     "-m seed=0,1,2 sparsity=2:4,1:4 zip=sparsity,seed": "have as many values each, and have: sparsity 2, seed 3",
     "-m hydra/launcher=jobblib seed=0,1": "did you mean joblib?",
-    "-m hydra/launcher=slurm seed=0,1": "submitit_slurm",
+    "-m launcher=slrm seed=0,1": "did you mean slurm?",
+    "launcher=joblib seed=0": "launchers are for sweeps; add -m",
+    "detach=true seed=0": "add -m and launcher=slurm",
+    "-m detach=true seed=0,1": "add -m and launcher=slurm",
     "-m hydra/sweeper=optuna hydra.sweeper.n_trials=20 seed=0,1": "nmrun tune",
     "-m hydra/sweeper=ax seed=0,1": "nmrun tune",
     "-m hydra.launcher.n_jobz=2 seed=0,1": "hydra.launcher.n_jobz",
@@ -525,7 +528,7 @@ TOOLS = {
     **dict.fromkeys(("version", "-V"), "nmrun --version"),
     **dict.fromkeys(
         ("--jobs 4", "-m seed=0,1 -j 4", "-m hydra.launcher.jobs=2 seed=0,1", "-m hydra.launcher.n_jobs=2 seed=0,1", "n_jobs=2"),
-        "hydra/launcher=joblib hydra.launcher.n_jobs=4",
+        "launcher=joblib launcher.n_jobs=4",
     ),
     **dict.fromkeys(
         ("my.yaml", "--config my.yaml", "--config=my.yaml", "config=my.yaml", "cp recipe.yaml"),
