@@ -132,13 +132,13 @@ def _launch_side_by_side(folder: Path, asked: Command, flags: list[str]) -> int:
     """Likewise, by a launcher that runs jobs side by side, with a line for each job that ends. Jobs
     for which nothing is to be done never come to it."""
     missing, done = _missing(asked)
-    changed: dict[str, None] = {}
+    names: dict[str, None] = {}
     for number, ((words, config), outcome) in enumerate(done, len(missing) + 1):
         sweep.add(folder, outcome, words, 0.0, number)
         if outcome["status"] == "skipped":
-            changed |= dict.fromkeys(sources.changed(outcome["config"], config).values())
-    if changed:
-        tell([f"some finished before {', '.join(changed)} changed; force=true runs all again"])
+            names |= dict.fromkeys(changed(outcome["config"], config))
+    if names:
+        tell([f"some finished before {', '.join(names)} changed; force=true runs all again"])
     if missing and not asked.detach:
         place = shlex.quote(asked.output_dir)
         watch = f"nmrun status --watch {place} shows how far they are"
