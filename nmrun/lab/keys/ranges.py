@@ -107,8 +107,11 @@ def _pattern(value: Any, blocks: bool = False) -> str | None:
     return str(pattern)
 
 
+AS_DENSE = ("flops:dense", "hardware_flops:dense")  # budgets
+
+
 def _budget(value: Any) -> str | None:
-    if value in (None, "flops:dense", "hardware_flops:dense"):
+    if value in (None, *AS_DENSE):
         return value
     unit, _, amount = str(value).partition(":")
     if unit not in ("flops", "hardware_flops", "seconds") or not 0 < float(amount) < math.inf:
