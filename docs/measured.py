@@ -39,7 +39,7 @@ from nmrun.lab.compare.notation import interval, named, scale, signed, two_digit
 from nmrun.lab.compare.notation import written as in_papers
 from nmrun.lab.compare.statistics import moderated, paired, summarise
 from nmrun.lab.show import formats
-from nmrun.lab.words.advice import ADVICE, BEGIN_WITH
+from nmrun.lab.words.reference import ADVICE, BEGIN_WITH
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"

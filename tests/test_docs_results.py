@@ -26,8 +26,8 @@ from verbs import verb
 import nmrun
 from nmrun.lab.keys.config import Config
 from nmrun.lab.words import experiment
-from nmrun.lab.words.advice import ADVICE
 from nmrun.lab.words.identity import identity
+from nmrun.lab.words.reference import ADVICE
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"

@@ -31,7 +31,7 @@ from training import (
 import nmrun
 from nmrun.errors import ConfigError
 
-# scores, adapters and scales are a parameter group: sparsify comes before loading
+# with parameters of their own: scores, adapters, scales
 SCORED = ("lbc", "maskllm", "sqft", "cast")
 HALF = [("sr_ste", 1), ("asp", 2), ("asp", 7), ("step", 3), ("step", 7), ("s_ste", 4)]
 
@@ -61,9 +61,7 @@ def ways() -> Iterator[Any]:
     step.
     """
     for i, recipe in enumerate(SPARSE):
-        orders = ("smo", "som", "mso", "smoh")
-        if recipe not in SCORED:
-            orders = (*orders, "mos", "oms", "osm")
+        orders = ("smo", "som", "mso", "smoh", "mos", "oms", "osm")
         for j, stop in enumerate((1, 4, 7)):
             for k, order in enumerate(orders):
                 marks = () if k == (i + 2 * j) % len(orders) else pytest.mark.minutes

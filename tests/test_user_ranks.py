@@ -80,11 +80,22 @@ def test_shards_train_the_bits_of_replicas(recipe, optimizer, outcomes):
             assert torch.equal(sharded[name], tensor), name
 
 
+def test_what_is_summed_over_processes_counts_a_whole_layer_once(outcomes):
+    expected = user_training.measured(user_training.pairs())
+    actual = outcomes("tensor")["measured"]
+    assert actual.keys() == expected.keys()
+    assert any(key.startswith("step/") for key in expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-6, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("plan", ["all", "some"])
 @pytest.mark.parametrize("recipe", user_training.RECIPES)
-def test_layers_in_parts_train_as_one_process(recipe, outcomes):
-    """Masks of a layer that is cut by its inputs are chosen from whole groups."""
+def test_layers_in_parts_train_as_one_process(recipe, plan, outcomes):
+    """Masks of a layer that is cut by its inputs are chosen from whole groups; other layers of the model
+    may be whole in every process."""
     expected = user_training.alone(recipe, "adamw", user_training.pairs, user_training.whole_step)
-    actual = outcomes("tensor")[recipe]
+    actual = outcomes("tensor")[recipe, plan]
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, rtol=1e-9, atol=1e-12, msg=name)

@@ -7,6 +7,7 @@ in ``FOLDER/<kind>.pt``. Ranks compare themselves here, and what they end with i
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,7 @@ from user_training import (
     STOP,
     TOTAL,
     Started,
+    measured,
     net,
     outcome,
     pairs,
@@ -106,7 +108,9 @@ def fsdp(
         if number == STOP:
             save(started, folder)
         step(*started[:2], number)
-        assert all(w.dense.numel() < w.shape.numel() or w.shape[0] == 1 for w in started[2].sparse)
+        parts = [w for w in started[2].sparse if w.is_sharded]
+        assert parts
+        assert all(w.dense.numel() < w.shape.numel() or w.shape[0] == 1 for w in parts)
     weights = outcome(*started)
     same_everywhere(weights, (recipe, optimizer))
     for load in (from_files, from_whole):
@@ -216,12 +220,17 @@ def in_shards(folder: Path) -> dict[Any, dict[str, Tensor]]:
 
 
 def in_tensor_parallel(folder: Path) -> dict[Any, dict[str, Tensor]]:
-    """Every recipe; and a weight whose parts are no whole groups."""
-    outcomes = {}
+    """Every recipe, also where two layers are whole in each process; and a weight whose parts are no
+    whole groups."""
+    outcomes: dict[Any, dict[str, Tensor]] = {}
     for number, recipe in enumerate(RECIPES):
-        place = folder / f"parts{number}"
-        place.mkdir(exist_ok=True)
-        outcomes[recipe] = fsdp(recipe, "adamw", place, in_parts, whole_step)
+        for plan in ("all", "some"):
+            place = folder / f"parts{number}{plan}"
+            place.mkdir(exist_ok=True)
+            make = functools.partial(in_parts, mixed=plan == "some")
+            outcomes[recipe, plan] = fsdp(recipe, "adamw", place, make, whole_step)
+    model, _, _ = in_parts("step", "adamw", attach=False, mixed=True)
+    outcomes["measured"] = measured(model)
     model, optimizer, _ = in_parts("asp", "adamw", attach=False)
     refused(
         lambda: nmrun.sparsify(model, optimizer, "sr_ste", "2:16", TOTAL, exclude=None),
@@ -230,11 +239,12 @@ def in_tensor_parallel(folder: Path) -> dict[Any, dict[str, Tensor]]:
     return outcomes
 
 
-def in_parts(recipe: str, name: str, attach: bool = True) -> Started:
+def in_parts(recipe: str, name: str, attach: bool = True, mixed: bool = False) -> Started:
     model = pairs()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     kinds = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    parallelize_module(model, mesh, {**kinds, "3": ColwiseParallel(), "5": RowwiseParallel()})
+    more = {} if mixed else {"3": ColwiseParallel(), "5": RowwiseParallel()}
+    parallelize_module(model, mesh, {**kinds, **more})
     optimizer = OPTIMIZERS[name](model.parameters())
     handle: Any = sparse(model, optimizer, recipe) if attach else None
     return model, optimizer, handle

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import nmrun
+from nmrun.sparsity.metrics import layer_metrics
 from nmrun.step.handle import Handle
 
 TOTAL, STOP = 8, 5
@@ -116,6 +117,21 @@ def outcome(
         nmrun.sparsity.check_nm(left, "2:4", 1)
         assert torch.equal(left, tensors[name])
     return tensors
+
+
+def measured(model: nn.Module, number: int = 3) -> dict[str, Tensor]:
+    """What AutoSwitch and the metrics of masks sum over all weights, after so many steps."""
+    optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    options = {"switch": "auto", "window": "partial", "t_min": 0.5, "exclude": None}
+    handle = nmrun.sparsify(model, optimizer, "step", "2:4", 100, **options)
+    for step in range(number):
+        handle.measure_flips = True
+        whole_step(model, optimizer, step)
+    return {
+        key: torch.tensor(value)
+        for each in (handle.metrics(), layer_metrics(handle.sparse, handle.recipe))
+        for key, value in each.items()
+    }
 
 
 def alone(

@@ -74,9 +74,7 @@ class NMTrainerCallback(TrainerCallback):
         schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)  # in accelerate's wrapper
         # plain SGD never has any state; the schedule is saved and loaded with the optimizer
         loaded = has_state(unwrapped(optimizer)) or getattr(schedule, "last_epoch", False)
-        self.handle = self._training.begin(
-            model, optimizer, state.max_steps, state.global_step > 0, [schedule]
-        )
+        self.handle = self._training.begin(model, optimizer, state.max_steps, state.global_step > 0)
         # of shards, accelerate has loaded what the optimizer had keys for then: none of nmrun's
         sharded = any(weight.is_sharded for weight in self.handle.sparse)
         if state.global_step and (sharded or not loaded) and not self.handle.recipe.step:

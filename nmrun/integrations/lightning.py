@@ -89,9 +89,7 @@ class NMCallback(Callback):
             )
         optimizer = optimizers[number]
         steps = None if self._training.total_steps else planned_steps(trainer, pl_module)
-        schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
-        followers = [each for each in schedules if getattr(each, "optimizer", None) is optimizer]
-        self.handle = self._training.begin(pl_module, optimizer, steps, schedules=followers)
+        self.handle = self._training.begin(pl_module, optimizer, steps)
         load_with_room(trainer.strategy, self.handle)
         for each in _callbacks(trainer):
             if isinstance(each, callbacks.StochasticWeightAveraging):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from nmrun import recipes
 from nmrun.errors import ConfigError, RunError
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
-from nmrun.recipes.parameters import AddedParameters
 from nmrun.step.handle import Handle
 from nmrun.step.sparsify import sparsify, unwrapped
 
@@ -50,8 +48,7 @@ class Training:
         self.total_steps, self.options = total_steps, options
         arguments = inspect.signature(sparsify).parameters
         hyperparameters = {k: v for k, v in options.items() if k not in arguments}
-        built = recipes.build(recipe, hyperparameters, arguments)
-        self._name, self._adds_group = built.name, isinstance(built, AddedParameters)
+        recipes.build(recipe, hyperparameters, arguments)
 
     def begin(
         self,
@@ -59,18 +56,11 @@ class Training:
         optimizer: Any,
         total_steps: int | None,
         resumed: bool = False,
-        schedules: Sequence[Any] = (),
     ) -> Handle:
         """Make the weights sparse, as :func:`nmrun.sparsify` does. A training of these weights that
         was cut off in this process is left first, also that of another callback. Where the stack
         goes on from a checkpoint (``resumed``), which its own optimizer has loaded since, it goes
-        on. Raises ConfigError as :func:`nmrun.sparsify`, and for a recipe that adds a parameter
-        group where a schedule has a function for each group."""
-        if self._adds_group and any(hasattr(each, "lr_lambdas") for each in schedules):
-            raise ConfigError(
-                f"{self._name} adds a parameter group, for which an older LambdaLR has no function: "
-                "use another schedule, such as CosineAnnealingLR, or a loop of your own"
-            )
+        on. Raises ConfigError as :func:`nmrun.sparsify`."""
         stepping = unwrapped(optimizer)
         owned = {id(p) for group in stepping.param_groups for p in group["params"]}
         for last in list(BEGUN):

@@ -128,6 +128,11 @@ def end_run(number: int) -> bool:
     return bool(_at_work)
 
 
+def is_ending() -> bool:
+    """Whether this process's run has caught a signal."""
+    return any(signals.caught is not None for signals in _at_work)
+
+
 def of_interrupt(error: BaseException | None) -> bool:
     """Whether an error is a KeyboardInterrupt or was caused by one: interrupted clean-up in Hydra
     and OmegaConf raises other errors."""

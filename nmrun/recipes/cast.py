@@ -115,7 +115,7 @@ class CAST(PartScales, AdamDecay):
     def before_step(
         self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
     ) -> None:
-        self.clear_gradients()
+        self.join(optimizer)
         for weight in weights:
             if weight.grad is not None:
                 self.chain(weight, weight.grad)
@@ -123,6 +123,7 @@ class CAST(PartScales, AdamDecay):
 
     @torch.no_grad()
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+        self.part(optimizer)
         if self.step % self.interval == 0 or self.step == self.dense_steps:
             self.renew(weights)
 

@@ -6,7 +6,7 @@ those left. Score k receives the gradient ``sum over its members of g * w``, the
 * g``. Between the fractions ``t_i`` and ``t_f`` of the run the number of candidates falls from C to
 1, by the cube of the time left. From then on the mask is fixed. Of equal scores, as of dead inputs,
 those stay that keep more of |w|: the paper leaves it open. The scores are parameters of the
-optimizer, in a group of their own with its defaults.
+optimizer, with the settings of its first group.
 
 Cost: one matrix product of (weights / M, M) by (M, C) a step until ``t_f``, then a fixed mask.
 """
@@ -101,7 +101,7 @@ class LBC(MaskScores):
     def before_step(
         self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
     ) -> None:
-        self.clear_gradients()
+        self.join(optimizer)
         # scores of dropped candidates move on too, and nobody looks at them
         for weight in weights:
             scores = self.scores(weight)
@@ -110,6 +110,7 @@ class LBC(MaskScores):
 
     @torch.no_grad()
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+        self.part(optimizer)
         for weight in weights:
             count = self.count(weight.pattern, self.step)
             if count < self.count(weight.pattern, self.step - 1):

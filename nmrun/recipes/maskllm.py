@@ -88,8 +88,7 @@ class MaskLLM(MaskScores, FrozenWeights):
         self.soft: dict[str, Tensor] = {}  # the blend of masks that the forward pass uses
         self.place = {weight.name: number for number, weight in enumerate(weights)}
         check_groups(optimizer, self.name)
-        lr = optimizer.param_groups[0]["lr"]
-        if lr is None:
+        if optimizer.param_groups[0]["lr"] is None:
             raise ConfigError(
                 f"{self.name}: the logits' learning rate is lr_mult times that of the first "
                 "parameter group, which has none (lr=None): give the optimizer a number"
@@ -97,12 +96,18 @@ class MaskLLM(MaskScores, FrozenWeights):
         if (path := self.path) is not None:  # read when the dense phase ends; mistakes are told now
             for weight in weights:
                 masks_in(path, weight)
-        self.score(weights, optimizer, first, lr=float(lr) * self.lr_mult)
-        self.after_step(weights, optimizer)
+        self.score(weights, optimizer, first, lr_mult=self.lr_mult)
+        self._begin_masks(weights)
 
     @torch.no_grad()
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         self.check_frozen(optimizer)
+        self.part(optimizer)
+        self._begin_masks(weights)
+
+    @torch.no_grad()
+    def _begin_masks(self, weights: Sequence[SparseWeight]) -> None:
+        """Freeze the weights, at the step that is the time for it."""
         if self.step != self.begins:
             return
         for weight in weights:
@@ -139,7 +144,7 @@ class MaskLLM(MaskScores, FrozenWeights):
         if self.dense_forward:
             return
         gradients = [weight.grad for weight in weights]
-        self.clear_gradients()
+        self.join(optimizer)
         self.freeze(optimizer, but=self.parameters.values())
         if self.is_sparse:
             return

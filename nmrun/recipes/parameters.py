@@ -5,6 +5,7 @@ that it freezes meanwhile.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,20 +18,27 @@ from torch import Tensor, nn
 from nmrun.errors import ConfigError, RunError
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
+from nmrun.sparsity.layers import plain_name
 from nmrun.sparsity.reference import by_group, from_groups
 from nmrun.sparsity.weight import SparseWeight
 
-# keys of a group that are not the optimizer's own: torch's, its schedules', nmrun's
-COMMON = ("params", "param_names", "initial_lr", "nmrun")
+# keys that say something of one group alone, or of the whole training
+OF_ONE_GROUP = ("params", "param_names", "initial_lr", "nmrun")
 
 
 class AddedParameters(Recipe):
-    """A recipe with parameters of its own. They have a parameter group to themselves, and the
-    optimizer moves them by gradients that the recipe computes.
+    """A recipe with parameters of its own, which the optimizer moves by gradients that the recipe
+    computes.
 
-    The recipe's tensors of each weight share their memory, so that they are saved with the
-    optimizer.
+    In a step they are a parameter group, with the settings that the first group has then. Between
+    steps the optimizer has the groups that it was made with, as schedules and other loops expect.
+    Their values and moments then lie beside the tensors of their weight, and are saved with these.
     """
+
+    def begin(self, pattern: Pattern, total_steps: int | None) -> None:
+        super().begin(pattern, total_steps)
+        # of each parameter, by weight and name, what the optimizer counts by
+        self.numbers: dict[tuple[str, str], dict[str, Any]] = {}
 
     @property
     def looks_across_rows(self) -> bool:
@@ -41,27 +49,23 @@ class AddedParameters(Recipe):
         weights: Sequence[SparseWeight],
         optimizer: torch.optim.Optimizer,
         first: Callable[[SparseWeight], Mapping[str, Tensor]],
+        lr_mult: float = 1.0,
         **options: Any,
     ) -> None:
-        """Give every weight the parameters that ``first(weight)`` makes, by name. ``options``:
-        those of the parameter group; others are the optimizer's defaults. Raises ConfigError
-        where nobody can say what the optimizer would do with such a group."""
-        common = _common_keys(optimizer, self.name)
-        made = {
+        """Give every weight the parameters that ``first(weight)`` makes, by name. ``lr_mult``: their
+        learning rate, over that of the first parameter group; ``options``: what else differs from
+        that group. Raises ConfigError where nobody can say what the optimizer would do with them."""
+        _check_alike(optimizer, self.name)
+        self.owners = {weight.name: weight for weight in weights}
+        self.parameters = {
             (weight.name, key): nn.Parameter(value)
             for weight in weights
             for key, value in first(weight).items()
         }
-        params: list[Any] = list(made.values())
-        copied = _copied_group(optimizer, params)
-        for own, parameter in zip(copied, params, strict=False):
-            own.data = parameter.data
-        self.parameters = dict(zip(made, copied or params, strict=True))
-        by_name = {weight.name: weight for weight in weights}
         for (name, key), parameter in self.parameters.items():
-            by_name[name][key] = parameter.detach()
-        if copied:
-            return
+            self.owners[name][key] = parameter.detach()
+        self.lr_mult, self.options = lr_mult, options
+        params = list(self.parameters.values())
         if isinstance(optimizer, getattr(torch.optim, "Muon", ())) and any(
             parameter.dim() != 2 for parameter in params
         ):
@@ -74,23 +78,74 @@ class AddedParameters(Recipe):
                 f"{self.name} adds parameters, and Adagrad makes state for those alone that it is "
                 "constructed with: use another optimizer, such as AdamW or SGD"
             )
+        group = self._settings(optimizer)
         if "param_names" in optimizer.param_groups[0]:  # torch names all parameters or none
-            params = [(".".join(key), p) for key, p in made.items()]
-        optimizer.add_param_group({**common, "params": params, **options})
+            group["params"] = [(".".join(key), p) for key, p in self.parameters.items()]
+        optimizer.add_param_group(group)  # a class may check or complete it
+        self.group = optimizer.param_groups.pop()
+
+    def _settings(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        first = {k: v for k, v in optimizer.param_groups[0].items() if k not in OF_ONE_GROUP}
+        group = {**first, **self.options, "params": list(self.parameters.values())}
+        if self.lr_mult != 1:
+            group["lr"] = first["lr"] * self.lr_mult
+        return group
+
+    def join(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the optimizer these parameters for a step, without gradients: a loop clears those of
+        the model alone, and the parameters of a layer without a gradient would move on."""
+        self.detach(optimizer)  # after a step that failed
+        self.group.update(self._settings(optimizer))
+        optimizer.param_groups.append(self.group)
+        for (name, key), parameter in self.parameters.items():
+            weight, prefix = self.owners[name], f"{key}/"
+            parameter = self.parameter(weight, key)
+            parameter.grad = None
+            tensors = {k: weight[k] for k in weight.saved() if k.startswith(prefix)}
+            state = {k.removeprefix(prefix): tensor for k, tensor in tensors.items()}
+            if state := {**state, **self.numbers.get((name, key), {})}:
+                optimizer.state[parameter] = state
+
+    def part(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take these parameters out of the optimizer after a step, and keep what it knows of them."""
+        for (name, key), parameter in self.parameters.items():
+            state = optimizer.state.get(parameter, {})
+            moments = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
+            for field, tensor in moments.items():
+                self.owners[name][f"{key}/{field}"] = tensor
+            self.numbers[name, key] = {k: v for k, v in state.items() if k not in moments}
+        self.detach(optimizer)
 
     def detach(self, optimizer: torch.optim.Optimizer) -> None:
-        added = {id(parameter) for parameter in self.parameters.values()}
-        optimizer.param_groups[:] = [
-            group for group in optimizer.param_groups if added.isdisjoint(map(id, group["params"]))
-        ]
+        groups = optimizer.param_groups
+        groups[:] = [group for group in groups if group is not self.group]
         for parameter in self.parameters.values():
             optimizer.state.pop(parameter, None)
 
-    def clear_gradients(self) -> None:
-        """Drop the gradients of the last step. A loop that clears those of the model leaves these, and
-        the parameters of a layer without a gradient would move on by them."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
+    def state_dict(self) -> dict[str, Any]:
+        numbers: dict[str, Any] = {}
+        for (name, key), values in self.numbers.items():
+            plain = {k: _as_plain(value) for k, value in values.items()}
+            numbers.setdefault(plain_name(name), {})[key] = plain
+        # one text: torch.distributed.checkpoint loads only keys that are there already
+        return {**super().state_dict(), "numbers": json.dumps(numbers)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        numbers = json.loads(state["numbers"])
+        self.numbers = {
+            (name, key): {k: self._number(value) for k, value in values.items()}
+            for name in self.owners
+            for key, values in numbers.get(plain_name(name), {}).items()
+        }
+
+    def _number(self, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        kind, number = value
+        on_device = self.group.get("capturable") or self.group.get("fused")
+        device = next(iter(self.parameters.values())).device if on_device else "cpu"
+        return torch.tensor(number, dtype=getattr(torch, kind), device=device)
 
     def parameter(self, weight: SparseWeight, key: str) -> nn.Parameter:
         """A parameter of a weight; saved values that were loaded count. Raises ConfigError where the
@@ -107,6 +162,13 @@ class AddedParameters(Recipe):
         return parameter
 
 
+def _as_plain(value: Any) -> Any:
+    """A number that an optimizer counts by; of a tensor, its dtype and value."""
+    if isinstance(value, Tensor):
+        return [str(value.dtype).removeprefix("torch."), value.item()]
+    return value
+
+
 def check_groups(optimizer: torch.optim.Optimizer, recipe: str) -> None:
     """Raise ConfigError for an optimizer that may move parameters without a gradient, as torch's do
     not. One without a learning rate by default reads keys of its own from each group. Such
@@ -119,39 +181,18 @@ def check_groups(optimizer: torch.optim.Optimizer, recipe: str) -> None:
         )
 
 
-def _common_keys(optimizer: torch.optim.Optimizer, recipe: str) -> dict[str, Any]:
-    """What all groups of an optimizer say besides its defaults."""
+def _check_alike(optimizer: torch.optim.Optimizer, recipe: str) -> None:
+    """Raise ConfigError for an optimizer that does not move all its groups alike."""
     check_groups(optimizer, recipe)
     first, *others = optimizer.param_groups
-    common = {}
     for key, value in first.items():
-        if key in optimizer.defaults or key in COMMON:
-            continue
-        if all(key in group and _is_same(group[key], value) for group in others):
-            common[key] = value
-        elif isinstance(value, bool):  # such as use_muon; names and factors may differ
+        if key in optimizer.defaults or key in OF_ONE_GROUP or not isinstance(value, bool):
+            continue  # names and factors may differ
+        if not all(key in group and group[key] == value for group in others):  # such as use_muon
             raise ConfigError(
                 f"{recipe} adds a parameter group, and those of {type(optimizer).__name__} differ "
                 f"in {key}: use an optimizer that moves all parameters alike, such as AdamW"
             )
-    return common
-
-
-def _copied_group(optimizer: torch.optim.Optimizer, made: Sequence[Tensor]) -> list[nn.Parameter]:
-    """The added parameters that an optimizer which was copied in training still has, with their
-    moments, known by their shapes; none in any other optimizer."""
-    if not isinstance(optimizer.param_groups[0].get("nmrun"), dict):  # the copied clock
-        return []
-    shapes = [parameter.shape for parameter in made]
-    groups = (list(group["params"]) for group in optimizer.param_groups[1:])
-    return next((group for group in groups if [p.shape for p in group] == shapes), [])
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    plain = (bool, int, float, str, tuple, type(None))
-    return value is other or (
-        isinstance(value, plain) and type(value) is type(other) and value == other
-    )
 
 
 # candidates a group; beyond, their scores outweigh the weights many times over (4:16 has 1,820)

@@ -75,7 +75,7 @@ class SQFT(AddedParameters):
     def before_step(
         self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
     ) -> None:
-        self.clear_gradients()
+        self.join(optimizer)
         for weight in weights:
             tensor, version = self._versions.get(weight.name, (None, 0))
             # another tensor was loaded or taken over, or this one was written
@@ -91,6 +91,7 @@ class SQFT(AddedParameters):
 
     @torch.no_grad()
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+        self.part(optimizer)
         for weight in weights:
             dense = torch.add(weight["base"], self._product(weight), out=weight.dense)
             self._versions[weight.name] = dense, dense._version

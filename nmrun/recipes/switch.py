@@ -216,12 +216,15 @@ class AutoSwitch(Switch):
         count = sum(weight.shape.numel() for weight in with_gradient)
         if not count:
             return
-        sums = second_moment_change(adam, parameters, logs=self.geometric)
-        total, logs, nonzero = global_sum(weights, torch.stack(sums)).unbind()
+
+        def change(part: Sequence[SparseWeight]) -> Tensor:
+            own = [weight.parameter for weight in part]
+            return torch.stack(second_moment_change(adam, own, logs=self.geometric))
+
+        total, logs, nonzero = global_sum(weights, change).unbind()
         self.keep((logs / nonzero).exp().nan_to_num(0.0) if self.geometric else total / count)
         if self.threshold is not None:
-            counted = [weight.parameter for weight in with_gradient]
-            total = global_sum(weights, second_moment_sum(adam, counted))
+            total = global_sum(with_gradient, lambda part: _second_moment(part, adam))
             self.size = self.rest * total / count
 
     def measure(self) -> Tensor:
@@ -287,7 +290,7 @@ class VarianceRatio(NormSwitch):
     """
 
     def observe(self, weights: Sequence[SparseWeight], adam: Adam) -> None:
-        self.keep(global_sum(weights, second_moment_sum(adam, [w.parameter for w in weights])))
+        self.keep(global_sum(weights, lambda part: _second_moment(part, adam)))
 
     def measure(self) -> Tensor:
         before, now = self.norms()
@@ -315,9 +318,13 @@ class GradientNorm(NormSwitch):
     """
 
     def observe(self, weights: Sequence[SparseWeight], adam: Adam) -> None:
-        squares = [w.grad.double().square().sum() for w in weights if w.grad is not None]
-        if squares:
-            self.keep(global_sum(weights, torch.stack(squares).sum()).sqrt())
+        def squares(part: Sequence[SparseWeight]) -> Tensor:
+            return torch.stack(
+                [w.grad.double().square().sum() for w in part if w.grad is not None]
+            ).sum()
+
+        if with_gradient := [weight for weight in weights if weight.grad is not None]:
+            self.keep(global_sum(with_gradient, squares).sqrt())
 
     def measure(self) -> Tensor:
         before, now = self.norms()
@@ -331,6 +338,10 @@ class GradientNorm(NormSwitch):
 
     def metrics(self) -> dict[str, float]:
         return {"step/gradient_norm_change": float(self.measure())} if self.ready else {}
+
+
+def _second_moment(weights: Sequence[SparseWeight], adam: Adam) -> Tensor:
+    return second_moment_sum(adam, [weight.parameter for weight in weights])
 
 
 OF_AUTOSWITCH = ("auto", "auto_geometric")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nmrun.kernels import cpu
 from nmrun.kernels.layout import has_memory, local
-from nmrun.sparsity.processes import global_sum
+from nmrun.sparsity.processes import added, alike, global_sum
 from nmrun.sparsity.weight import FIRST_MASK, SparseWeight
 
 PIECE = 1 << 18  # entries: a megabyte of float32
@@ -103,7 +103,7 @@ class MaskMetrics:
             ``sparsity/pruned_norm``, the Euclidean norm of the pruned ones. With Adam
             ``sparsity/gradient_noise_kept`` and ``..._pruned``, means of :func:`gradient_variance`.
         """
-        sums = global_sum(self.weights, self.sums(optimizer)).tolist()
+        sums = self.sums(optimizer).tolist()
         flips, moved, count, kept_energy, pruned_energy, *noise = sums
         numel = sum(w.shape.numel() for w in self.weights)
         measured = {
@@ -120,11 +120,11 @@ class MaskMetrics:
         return measured
 
     def sums(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """What :meth:`after` is made of, still on the device: float64, sums over this process's
-        parts. Entries that flipped, that differ from the first masks, that are kept. Squares of
+        """What :meth:`after` is made of, still on the device: float64, sums over all processes.
+        Entries that flipped, that differ from the first masks, that are kept. Squares of
         kept and of pruned weights. With Adam, variances of kept and of pruned gradients."""
         variances = gradient_variance([w.parameter for w in self.weights], optimizer)
-        iterator, rows = iter(variances or ()), []
+        iterator, rows = iter(variances or ()), {}
         for number, group in enumerate(_groups(self.weights)):
             mask = self._masks(group)
             entries = (mask ^ self._before[number], mask ^ self._firsts(group), mask)
@@ -132,9 +132,13 @@ class MaskMetrics:
             row += energies(_joined([weight.dense for weight in group]), mask)
             if variances:
                 row += _split(_joined([next(iterator) for _ in group]), mask)
-            rows.append(torch.stack(row))
+            rows[group[0]] = torch.stack(row)
         self._before = []
-        return torch.stack(rows).sum(0)
+
+        def of(part: Sequence[SparseWeight]) -> Tensor:  # a group's weights are spread alike
+            return torch.stack([rows[weight] for weight in part if weight in rows]).sum(0)
+
+        return global_sum(self.weights, of)
 
     def _masks(self, group: Sequence[SparseWeight]) -> Tensor:
         if len(group) > 1 and self.recipe.is_sparse:
@@ -183,13 +187,17 @@ def _apart(joined: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 def layer_metrics(weights: Sequence[SparseWeight], recipe: Masks) -> dict[str, float]:
     """Each sparse weight by itself: ``layer/<name>/density``, the share of non-zeros in the forward
     weight, and ``layer/<name>/kept_energy``, as in :meth:`MaskMetrics.after`."""
-    rows = []
+    rows = {}
     for weight in weights:
         nonzeros = torch.count_nonzero(weight.weight.bool()).double()
-        rows.append(torch.stack([nonzeros, *energies(weight.dense, mask_of(weight, recipe))]))
-    sums = global_sum(weights, torch.stack(rows)).tolist() if rows else []
+        rows[weight] = torch.stack([nonzeros, *energies(weight.dense, mask_of(weight, recipe))])
+    sums = {}
+    for part in alike(weights) if rows else ():
+        of_part = added(part, torch.stack([rows[weight] for weight in part])).tolist()
+        sums |= dict(zip(part, of_part, strict=True))
     measured = {}
-    for weight, (nonzeros, kept_energy, pruned_energy) in zip(weights, sums, strict=True):
+    for weight in weights:
+        nonzeros, kept_energy, pruned_energy = sums[weight]
         measured[f"layer/{weight.name}/density"] = nonzeros / weight.shape.numel()
         measured[f"layer/{weight.name}/kept_energy"] = _ratio(
             kept_energy, kept_energy + pruned_energy

@@ -3,8 +3,9 @@ can be sparse, and sums over them."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -65,11 +66,12 @@ def _fingerprint(tensor: Tensor) -> Tensor:
     return torch.stack([flat.sum(), flat.square().sum(), (flat * positions.sqrt()).sum()])
 
 
-def check_shards(weights: Sequence[SparseWeight], across: str = "") -> None:
+def check_shards(weights: Sequence[SparseWeight], across: str = "", by_fsdp: bool = False) -> None:
     """Refuse sharded weights whose masks a process cannot choose from its own part. ``across``: who
     looks across the rows of a weight, if anybody does; V:N:M masks do anyway. Raises ConfigError
     for such a weight, for one whose groups of M lie in two processes, and for one that is placed in
-    another way. Also where weights differ in their device mesh or placements."""
+    another way. Also where weights are spread in several ways ``by_fsdp``, which synchronises no
+    others; tensor parallelism needs no synchronising."""
     sharded = [weight for weight in weights if weight.is_sharded]
     for weight in sharded:
         if who := across or (f"a {weight.pattern} mask" if weight.pattern.v > 1 else ""):
@@ -89,17 +91,38 @@ def check_shards(weights: Sequence[SparseWeight], across: str = "") -> None:
             raise ConfigError(
                 f"{weight.name} is distributed as {odd[0]}: sparse weights can be replicated or sharded along one dimension"
             )
-    for weight in weights:
-        if sharded and not (weight.is_sharded and _same_sharding(weight, sharded[0])):
+    for weight in weights if by_fsdp else ():
+        if sharded and not _same_sharding(weight, sharded[0]):
             raise ConfigError(
                 f"{weight.name} is not sharded over the same processes as {sharded[0].name}: "
                 "shard the whole model, or leave one of them dense (exclude)"
             )
 
 
-def global_sum(weights: Sequence[SparseWeight], sums: Tensor) -> Tensor:
-    """Add up sums over this process's parts of the weights over all processes, in place; unchanged
-    where the weights are not sharded."""
+def global_sum(
+    weights: Sequence[SparseWeight], measure: Callable[[Sequence[SparseWeight]], Tensor]
+) -> Tensor:
+    """A sum over the weights of all processes. ``measure`` gives that over this process's parts of
+    some of them; weights that are whole in each process count once."""
+    return functools.reduce(torch.add, (added(each, measure(each)) for each in alike(weights)))
+
+
+def alike(weights: Sequence[SparseWeight]) -> list[Sequence[SparseWeight]]:
+    """The weights by how they are spread over the processes; a single list, which may be empty, in
+    most models."""
+    kinds: list[list[SparseWeight]] = []
+    for weight in weights:
+        same = (each for each in kinds if _same_sharding(weight, each[0]))
+        if (kind := next(same, None)) is None:
+            kinds.append([weight])
+        else:
+            kind.append(weight)
+    return [*kinds] if len(kinds) > 1 else [weights]
+
+
+def added(weights: Sequence[SparseWeight], sums: Tensor) -> Tensor:
+    """Add up sums over this process's parts of weights that are spread :func:`alike` over all
+    processes, in place; unchanged where the weights are not sharded."""
     if weights and weights[0].is_sharded:
         like: Any = weights[0].parameter
         for dim, placement in enumerate(like.placements):
@@ -123,5 +146,7 @@ def _along(weight: SparseWeight) -> int:
 def _same_sharding(weight: SparseWeight, other: SparseWeight) -> bool:
     first: Any = weight.parameter
     second: Any = other.parameter
+    if not (weight.is_sharded and other.is_sharded):
+        return weight.is_sharded == other.is_sharded
     kinds = [[p.is_shard() for p in _placements(each)] for each in (weight, other)]
     return bool(first.device_mesh == second.device_mesh and kinds[0] == kinds[1])

@@ -147,7 +147,8 @@ def sparsify(
     sparse = [SparseWeight(entry) for entry in entries]
     if blocks := [weight.pattern for weight in sparse if weight.pattern.v > 1]:
         recipe.check_blocks(blocks[0])
-    check_shards(sparse, f"recipe {recipe.name}" if recipe.looks_across_rows else "")
+    by_fsdp = any(hasattr(module, "reshard") for module in model.modules())
+    check_shards(sparse, f"recipe {recipe.name}" if recipe.looks_across_rows else "", by_fsdp)
     if input_gradient == "double_prune" and any(weight.is_sharded for weight in sparse):
         raise ConfigError(
             "input_gradient=double_prune looks across the rows of a weight, and weights are "

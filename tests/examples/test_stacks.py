@@ -23,14 +23,19 @@ OURS = re.compile(r"\bnm_?run|\bnmrun|NM(?:Trainer)?Callback|\bhandle\b|\bsparse
 SCRIPTS = [
     pytest.param("plain_loop", marks=pytest.mark.slow),
     pytest.param("huggingface_trainer", marks=pytest.mark.minutes),
+    pytest.param("trl_sft", marks=pytest.mark.minutes),
     pytest.param("lightning_trainer", marks=pytest.mark.minutes),
     pytest.param("accelerate_loop", marks=pytest.mark.minutes),
     pytest.param("timm_train", marks=pytest.mark.minutes),
 ]
 NEEDS = {
-    "huggingface_trainer": "accelerate", "accelerate_loop": "accelerate",
-    "lightning_trainer": "lightning", "timm_train": "timm",
-}  # fmt: skip
+    "huggingface_trainer": "accelerate",
+    "accelerate_loop": "accelerate",
+    "lightning_trainer": "lightning",
+    "timm_train": "timm",
+    "trl_sft": "trl",
+}
+BY_HUGGING_FACE = {"huggingface_trainer": 8, "trl_sft": 14}  # and how many matrices are 2:4  # fmt: skip
 
 
 def code_of(path: Path) -> list[str]:
@@ -60,14 +65,14 @@ def groups_hold(weights: dict[str, Tensor]) -> int:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_an_example_runs(name, tmp_path):
     pytest.importorskip(NEEDS.get(name, "torch"), reason="needs pip install '.[integrations]'")
-    out = tmp_path / ("folder" if name == "huggingface_trainer" else "model.pt")
+    out = tmp_path / ("folder" if name in BY_HUGGING_FACE else "model.pt")
     command = [sys.executable, "-W", "ignore", "-m", f"examples.{name}", str(out)]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr[-2000:]
-    if name == "huggingface_trainer":
+    if name in BY_HUGGING_FACE:
         from safetensors.torch import load_file
 
-        assert groups_hold(load_file(out / "model.safetensors")) == 8
+        assert groups_hold(load_file(out / "model.safetensors")) == BY_HUGGING_FACE[name]
         losses = [float(x) for x in re.findall(r"'loss': '?([\d.]+)", process.stdout)]
         assert losses[-1] < losses[0] - 0.5
         return

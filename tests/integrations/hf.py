@@ -18,6 +18,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "s_ste": {},
     "asp": {"prune_at": 0.5},
     "step": {"switch": 0.5},
+    "lbc": {},
+    "maskllm": {"dense": 0.25},
+    "sqft": {"rank": 4},
 }
 
 

@@ -21,6 +21,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # Adam's first steps are all of one size, so the first scores are equal but for rounding, which
     # differs between one process and two: candidates are dropped later
     "lbc": {"t_i": 0.25},
+    "maskllm": {"dense": 0.25},
+    "sqft": {"rank": 4},
 }
 
 
@@ -33,12 +35,12 @@ def loader(count: int = BATCHES, rank: int | None = None) -> DataLoader[Tensor]:
 
 
 class Module(pl.LightningModule):
-    def __init__(self, norm: bool = False, lr: float = 0.02) -> None:
+    def __init__(self, norm: bool = False, lr: float = 0.02, falls: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         layers = [nn.Linear(16, 8), nn.BatchNorm1d(8) if norm else nn.Identity()]
         self.net = nn.Sequential(*layers, nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-        self.lr = lr
+        self.lr, self.falls = lr, falls
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.net(x)
@@ -54,8 +56,11 @@ class Module(pl.LightningModule):
         self.log("epoch", float(self.current_epoch))
         self.log("loss", self.loss(batch))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return nmrun.optim.AdamW(self.parameters(), lr=self.lr)
+    def configure_optimizers(self) -> Any:
+        optimizer = nmrun.optim.AdamW(self.parameters(), lr=self.lr)
+        if not self.falls:
+            return optimizer
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n)]
 
 
 class Manual(Module):

@@ -56,6 +56,7 @@ def plain_loop(recipe: str, batches: list[dict[str, Tensor]]) -> torch.nn.Module
         others = [p for n, p in model.named_parameters() if p.ndim == 1]
         groups = [{"params": decayed}, {"params": others}]
         optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0)
+    torch.manual_seed(42)  # the Trainer's, by which adapters are drawn
     handle = nmrun.sparsify(
         model, optimizer, recipe, "2:4", hf.STEPS, **{"exclude": None, **hf.OPTIONS[recipe]}
     )
@@ -73,7 +74,7 @@ def plain_loop(recipe: str, batches: list[dict[str, Tensor]]) -> torch.nn.Module
     return model
 
 
-@pytest.mark.parametrize("recipe", ["sr_ste", "s_ste", "asp", "step"])
+@pytest.mark.parametrize("recipe", ["sr_ste", "s_ste", "asp", "step", "lbc", "sqft"])
 def test_the_weights_of_a_plain_loop(recipe, tmp_path, monkeypatch):
     batches: list[dict[str, Tensor]] = []
     collate = hf.collate
@@ -89,7 +90,7 @@ def test_the_weights_of_a_plain_loop(recipe, tmp_path, monkeypatch):
     assert weights(trainer.model) == weights(plain_loop(recipe, batches))
 
 
-@pytest.mark.parametrize("recipe", ["s_ste", "step"])
+@pytest.mark.parametrize("recipe", ["s_ste", "step", "lbc", "maskllm", "sqft"])
 def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe, tmp_path):
     """Taken in the dense phase of STEP, and after it."""
     saving = {"save_strategy": "steps", "save_steps": 3}
@@ -100,7 +101,7 @@ def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe, tmp_path)
         assert not (info["missing_keys"])
         assert not (info["unexpected_keys"])
         assert not (info["mismatched_keys"])
-        if step == 6 or recipe == "s_ste":
+        if recipe in ("s_ste", "sqft") or (step == 6 and recipe != "maskllm"):
             nmrun.sparsity.check_nm(model, "2:4", exclude=None)
         again, sparse = trained(tmp_path / "again", recipe, str(saved), **saving)
         assert sparse.handle.recipe.step == hf.STEPS
@@ -120,17 +121,13 @@ def test_it_evaluates_what_the_run_would_leave(recipe, tmp_path):
 
     ends = []
     for evaluates in ({}, {"eval_strategy": "epoch"}, {"eval_strategy": "steps", "eval_steps": 3}):
-        model = hf.gpt2()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         sparse = huggingface.NMTrainerCallback(recipe, "2:4", dense=0.25, exclude=None)
         trainer = hf.trainer(
-            tmp_path, [Looks(), sparse], model=model, optimizers=(optimizer, schedule),
-            eval_on_start=bool(evaluates), **evaluates,
-        )  # fmt: skip
+            tmp_path, [Looks(), sparse], eval_on_start=bool(evaluates), **evaluates
+        )
         trainer.eval_dataset = {"one": trainer.eval_dataset, "two": trainer.eval_dataset}
         trainer.train()
-        ends.append(weights(model))
+        ends.append(weights(trainer.model))
     assert {(0, "dense"), (3, "transition"), (6, "transition"), (8, "sparse")} <= set(seen)
     assert ends[0] == ends[1] == ends[2]
 
@@ -261,30 +258,6 @@ def test_step_names_the_optimizer_it_needs(tmp_path):
     trainer = hf.trainer(tmp_path, [callback("step")])
     with one_line(ConfigError, r"use nmrun\.optim\.AdamW, a drop-in.*optimizer_cls_and_kwargs="):
         trainer.train()
-
-
-@pytest.mark.parametrize("recipe", ["lbc", "maskllm", "sqft"])
-def test_the_trainer_s_schedule_has_no_function_for_an_added_group(recipe, tmp_path):
-    trainer = hf.trainer(tmp_path, [huggingface.NMTrainerCallback(recipe, "2:4", exclude=None)])
-    before = weights(trainer.model)
-    with one_line(ConfigError, f"{recipe} adds a parameter group, for which a"):
-        trainer.train()
-    assert weights(trainer.model) == before
-    assert not any("nmrun" in group for group in trainer.optimizer.param_groups)
-
-
-def test_another_schedule_moves_the_added_group_too(tmp_path):
-    model = hf.gpt2()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    trainer = hf.trainer(
-        tmp_path,
-        [huggingface.NMTrainerCallback("lbc", "2:4", exclude=None)],
-        model=model,
-        optimizers=(optimizer, schedule),
-    )
-    trainer.train()
-    nmrun.sparsity.check_nm(trainer.model, "2:4", exclude=None)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 from counting import Operations
 from reference import LR, SPARSE, TOTAL, Net, Weights, data, loss, top, train_step
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import nmrun
 from nmrun.recipes.proxsparse import proximal
@@ -416,7 +417,8 @@ def test_sqft_draws_adapters_for_each_seed():
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("ratio", ["2:4", "4:2:8"])
 def test_sqft_trains_masked_adapters(turned, ratio):
-    """Against autograd through base + mask * alpha / rank * B A, with torch's Adam."""
+    """Against autograd through base + mask * alpha / rank * B A, with torch's Adam. Its schedule, which
+    was made for the groups of before, moves the adapters' rate too."""
     model, rank, alpha = Net(), 3, 6.0
     used = model.used
     if turned:
@@ -427,6 +429,7 @@ def test_sqft_trains_masked_adapters(turned, ratio):
     base = {i: used[i] * masks[i] for i in SPARSE}
     others = [used[i].clone().requires_grad_() for i in (1, 3)]
     optimizer = torch.optim.Adam(model.parameters(), LR)
+    falls = [LambdaLR(optimizer, lambda step: 0.9**step)]
     dims = {"2.weight": 0} if turned else None
     handle = nmrun.sparsify(
         model, optimizer, "sqft", ratio, rank=rank, alpha=alpha, dims=dims, exclude=None
@@ -434,6 +437,7 @@ def test_sqft_trains_masked_adapters(turned, ratio):
     by_index = dict(zip(SPARSE, handle.sparse, strict=True))
     adapters = {i: first_adapters(by_index[i], rank, *used[i].shape) for i in SPARSE}
     by_hand = torch.optim.Adam([*others, *adapters[0], *adapters[2]], LR)
+    falls.append(LambdaLR(by_hand, lambda step: 0.9**step))
     batches = data(1)
     for t in range(TOTAL):
         merged = {i: base[i] + masks[i] * (adapters[i][0] @ adapters[i][1]) * 2 for i in SPARSE}
@@ -442,6 +446,8 @@ def test_sqft_trains_masked_adapters(turned, ratio):
         loss([merged[0], others[0], merged[2], others[1]], x, y).backward()
         by_hand.step()
         train_step(model, optimizer, batches(t))
+        for schedule in falls:
+            schedule.step()
         weights = [model[0].weight, model[2].weight.t() if turned else model[2].weight]
         for i, weight in zip(SPARSE, weights, strict=True):
             expected = base[i] + masks[i] * (adapters[i][0] @ adapters[i][1]) * 2

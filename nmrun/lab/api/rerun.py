@@ -14,8 +14,8 @@ from nmrun.lab.runs.run_folder import CONFIG, RESULT, RunFolder
 from nmrun.lab.verbs import Parser
 from nmrun.lab.words import command_line
 
-# signs of more than a plain value: a class, an interpolation, a package
-MARKS = ("_target_", "${", "@")
+# signs of more than a plain value: a class or function, an interpolation, a package
+MARKS = ("target", "dataset.metric", "${", "@")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -5,6 +5,7 @@ left as it was.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shlex
 import signal
@@ -16,18 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nmrun import recipes
 from nmrun.errors import ConfigError, RunError, refused
 from nmrun.lab import consent
 from nmrun.lab.compare.runs import collect, summary
 from nmrun.lab.folders import sweep as record
 from nmrun.lab.folders.sweep import recorded
-from nmrun.lab.keys import options
+from nmrun.lab.keys import fields, options
 from nmrun.lab.runs.run_folder import METRICS, RunFolder, metrics_of
 from nmrun.lab.sweeps import jobs
 from nmrun.lab.train import checkpoint
 from nmrun.lab.train.track import MLFLOW_WAITS
-from nmrun.lab.words import command_line
+from nmrun.lab.words import command_line, experiment, launchers
 from nmrun.patterns import written
+from nmrun.recipes.base import Recipe
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -88,7 +91,7 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
         overrides: words of the command line, ``--config-dir DIR`` among them. A text is split as a
             shell splits it.
         settings: more overrides, which win: ``seed=3`` or ``trainer={"epochs": 2}``. A text is what
-            one would type after ``key=``.
+            one would type after ``key=``. ``recipe`` takes an object or a class of one's own too.
 
     Raises:
         ConfigError: with all that is wrong with the settings, one line each.
@@ -122,7 +125,7 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
         RunError: where no run has a result.
     """
     typed, config_dir = parse(overrides, {}, multirun=True)
-    for word in filter(command_line.is_hydras, typed):
+    for word in filter(command_line.is_hydras, map(launchers.spelt_out, typed)):
         raise ConfigError(f"{word}: Hydra's launchers are for the command line, nmrun -m")
     asked = jobs.checked(typed, multirun=True, config_dir=config_dir)
     command = command_line.typed(config_dir, ["-m", *typed])
@@ -251,19 +254,60 @@ def parse(
         hint = "; nmrun.sweep does several runs" if name == "multirun" else ""
         raise ConfigError(f"--{name.replace('_', '-')}: not for Python{hint}")
     for override in () if multirun else command_line.parsed(given.overrides)[0]:
-        if override.is_sweep_override() or override.key_or_group in ("experiment", "zip"):
+        own = experiment.own(given.config_dir) if override.key_or_group == "experiment" else []
+        table = override.key_or_group in ("experiment", "zip") and override.value() not in own
+        if override.is_sweep_override() or table:
             raise ConfigError(f"{override.input_line}: nmrun.sweep does several runs")
     return given.overrides, given.config_dir
 
 
 def words_of(settings: Mapping[str, Any]) -> list[str]:
     """Settings as overrides; a dictionary has the keys of a group, ``{"trainer": {"epochs": 3}}``
-    or ``{"trainer.epochs": 3}``. A text is what one would type after ``key=``."""
+    or ``{"trainer.epochs": 3}``. A text is what one would type after ``key=``. ``recipe`` may be an
+    object or a class."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
+        if key == "recipe" and isinstance(value, Recipe | type):
+            flat |= _recipe(value)
+            continue
         group = isinstance(value, dict) and key in options.GROUPS
         flat |= {f"{key}.{name}": item for name, item in value.items()} if group else {key: value}
     return [_word(key, value) for key, value in flat.items()]
+
+
+def _recipe(recipe: Recipe | type) -> dict[str, Any]:
+    """The settings of a recipe: its name or the path of its class, and the fields that are not at
+    their defaults. ConfigError for one that no config can say."""
+    kind = recipe if isinstance(recipe, type) else type(recipe)
+    path = f"{kind.__module__}.{kind.__qualname__}"
+    if not issubclass(kind, Recipe):
+        raise ConfigError(f"recipe={kind.__name__} is not a subclass of nmrun.recipes.base.Recipe")
+    try:
+        found: type | None = recipes.find(path)
+    except ConfigError:
+        found = None
+    if found is not kind:
+        raise ConfigError(
+            f"recipe={kind.__name__}: a run's config has {path}, which is another class or none; "
+            "define it outside of functions, and make the recipe anew after a change"
+        )
+    named = {where: name for name, where in {**recipes.installed(), **recipes.RECIPES}.items()}
+    settings = {"recipe": named[path]} if path in named else {"recipe._target_": path}
+    if isinstance(recipe, type):
+        return settings
+    keys = [key.name for key in dataclasses.fields(recipe) if key.init]
+    values = {key: getattr(recipe, key) for key in keys}
+    if lost := sorted(vars(recipe).keys() - vars(kind(**values)).keys()):
+        raise ConfigError(
+            f"recipe={kind.__name__}: {', '.join(lost)}: no field, so no config has it"
+        )
+    usual = fields.defaults(fields.fields(kind))
+    return settings | {
+        f"recipe.{key}": value
+        for key, value in values.items()
+        if command_line.word(f"recipe.{key}", value)
+        != command_line.word(f"recipe.{key}", usual[key])
+    }
 
 
 def _word(key: str, value: Any) -> str:

@@ -69,11 +69,10 @@ def runs(path: Path, folders: RunFolders | None = None) -> list[RunState]:
 
 def sweeps(path: Path) -> list[tuple[Path, bool]]:
     """The folders of the running sweeps, oldest first, each with True; or of the last sweep, with
-    False."""
+    False. A sweep also runs while a cluster's queue has jobs of it."""
     folders = sorted(folder for folder in (path / ".sweeps").glob("*") if folder.is_dir())
-    return [(folder, True) for folder in folders if locks.is_locked(folder)] or [
-        (folder, False) for folder in folders[-1:]
-    ]
+    running = [each for each in folders if locks.is_locked(each) or sweep.read(each).queued]
+    return [(folder, True) for folder in running] or [(folder, False) for folder in folders[-1:]]
 
 
 def _folders(path: Path, folders: RunFolders) -> Iterator[RunFolder]:
@@ -155,7 +154,7 @@ def sweep_lines(folder: Path, running: bool) -> list[str]:
     line = "; ".join(filter(None, [f"sweep {folder.name}, {state}: {done}", record.times(running)]))
     whole = ended and not set(counts) - {"finished", "skipped", "planned"}
     if running or whole or not record.command:
-        return [line]
+        return [line, *sweep.queue_lines(record)]
     return [
         line,
         f"  {typed(_local_command(record.command, record.output_dir, folder.resolve().parents[1]))}",

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from nmrun import atomic
 from nmrun.errors import leads, tell
+from nmrun.lab.folders import queue
 from nmrun.lab.output import aligned, span
 from nmrun.lab.runs import documents, locks
 from nmrun.lab.runs.run_folder import RunFolder, make_folder
@@ -40,9 +41,10 @@ SWEEP = "NMRUN_SWEEP"  # tells job processes and the sweeper the sweep's folder
 # of jobs, or of seconds since 1970: Python's JSON has NaN and Infinity too
 COUNT = Check("a number", lambda value: isinstance(value, int | float) and abs(value) < 1e12)
 MAYBE = Check("a number, or null", lambda value: value is None or COUNT.holds(value))
-# the shapes of sweep.json, and of the lines of jobs.jsonl
+# the shapes of sweep.json, and of the lines of jobs.jsonl; ``queue`` is a job's id in a cluster
 BEGUN = {"begun": COUNT, "jobs": MAYBE, "command": str, "output_dir": str, "sweeps?": [[str]]}
 BEGINNING = {"job": int, "process": int, "overrides": [str], "folder": str, "begun?": COUNT}
+QUEUED = {"job": int, "queue": str, "overrides": [str], "folder": str}
 END = {
     "status": str, "folder?": str | None, "error?": str | None, "overrides?": [str],
     "seconds?": COUNT, "ended?": COUNT,
@@ -51,6 +53,7 @@ UNTRAINED = (
     "skipped",
     "planned",
     "running",
+    "queued",
     "refused",
 )  # statuses of jobs that took hardly any time
 
@@ -123,6 +126,12 @@ def begins(
     _note(folder, {**line, "process": os.getpid() if launched else 0}, "beginning of a run")
 
 
+def submits(folder: Path, number: int, overrides: list[str], run: str, queue: str) -> None:
+    """Note that job ``number`` is in a cluster's queue, under the id ``queue``."""
+    line = {"job": number, "overrides": overrides, "folder": run, "queue": queue}
+    _note(folder, line, "place in the queue")
+
+
 def add(
     folder: Path,
     outcome: dict[str, Any],
@@ -131,7 +140,7 @@ def add(
     number: int | None = None,
 ) -> None:
     """Note the end of a job. ``number`` is that of its note at the beginning, if it has one."""
-    keys = ("status", "folder", "error", "metric", "metrics", "plan")
+    keys = ("status", "folder", "error", "metric", "metrics", "plan", "queue")
     line = {key: outcome.get(key) for key in keys}
     line |= {"overrides": overrides, "seconds": round(seconds, 3), "ended": time.time()}
     _note(folder, line | {"job": number}, "end of this job")
@@ -156,8 +165,8 @@ class Record:
     """The record of a sweep as it was read.
 
     ``ends`` has a line for each job that has ended. ``running`` has the last beginning of each that
-    has not, by number; a killed worker's job stays there. ``signal`` is the one that ended the
-    sweep."""
+    has not, by number; a killed worker's job stays there. ``submitted`` has likewise those that were
+    put into a cluster's queue. ``signal`` is the one that ended the sweep."""
 
     begun: float | None
     jobs: int | None
@@ -166,12 +175,19 @@ class Record:
     sweeps: list[list[str]]
     ends: list[dict[str, Any]]
     running: dict[int, dict[str, Any]]
+    submitted: dict[int, dict[str, Any]]
     signal: int | None
 
     @property
     def at_work(self) -> set[int]:
         """The processes of running jobs that the sweep's process has started."""
         return {line["process"] for line in self.running.values()} - {0}
+
+    @property
+    def queued(self) -> dict[int, dict[str, Any]]:
+        """Those of the submitted that are still in the queue, where they wait or run."""
+        there = (queue.ids() if self.submitted else None) or ()
+        return {job: line for job, line in self.submitted.items() if line["queue"] in there}
 
     def counts(self) -> dict[str, int]:
         """Ended jobs by status, from those that went well to those that did not."""
@@ -181,6 +197,7 @@ class Record:
             "planned",
             "skipped",
             "running",
+            "queued",
             "interrupted",
             "failed",
             "refused",
@@ -239,10 +256,13 @@ def read(folder: Path) -> Record:
         {"job": None, "overrides": [], **line} for line in lines if not documents.misfit(line, END)
     ]
     runs = {line["job"]: line for line in lines if not documents.misfit(line, BEGINNING)}
-    running = {job: runs[job] for job in sorted(runs.keys() - {line["job"] for line in ends})}
+    waits = {line["job"]: line for line in lines if not documents.misfit(line, QUEUED)}
+    ended = {line["job"] for line in ends}
+    running = {job: runs[job] for job in sorted(runs.keys() - ended)}
+    submitted = {job: waits[job] for job in sorted(waits.keys() - ended)}
     caught = next((line["signal"] for line in lines if type(line.get("signal")) is int), None)
     about = {key: head[key] for key in ("begun", "jobs", "command", "output_dir", "sweeps")}
-    return Record(**about, ends=ends, running=running, signal=caught)
+    return Record(**about, ends=ends, running=running, submitted=submitted, signal=caught)
 
 
 # The record grows, and is read before each job: a thousand lines a thousand times.
@@ -271,7 +291,8 @@ def _typed(words: Sequence[str]) -> str:
 
 
 def _bare(word: str) -> str:
-    return word.replace("\\", "").replace("'", "")
+    """A word for comparison: Hydra writes ``true`` as ``True``."""
+    return word.replace("\\", "").replace("'", "").lower()
 
 
 def log_of(folder: Path, number: int) -> Path:
@@ -304,34 +325,58 @@ def summary(folder: Path) -> tuple[str, int]:
     counts = {
         status: number
         for status, number in record.counts().items()
-        if status in ("finished", "skipped", "planned", "running")
+        if status in ("finished", "skipped", "planned", "running", "queued")
     }
     failed = [line for line in record.ends if line["status"] not in counts]
-    missing = max((record.jobs or 0) - len(record.ends), 0)
-    elsewhere = {"running": "running in another process"}
+    queued = record.queued
+    missing = max((record.jobs or 0) - len(record.ends) - len(queued), 0)
+    elsewhere = {"running": "running in another process", "queued": "in Slurm already"}
     parts = [f"{number} {elsewhere.get(status, status)}" for status, number in counts.items()]
     if failed:
         parts.append(f"{len(failed)} not done")
+    if queued:
+        parts.append(f"{len(queued)} in Slurm")
     if missing:
         parts.append(f"{missing} not reached")
     passed = record.elapsed(running=True)
     took = "" if passed is None else f"; {span(passed)}"
-    lines = [f"sweep of {len(record.ends) + missing}: {', '.join(parts) or 'nothing done'}{took}"]
+    lines = [
+        f"sweep of {len(record.ends) + len(queued) + missing}: {', '.join(parts) or 'nothing done'}{took}"
+    ]
     for line in failed:
         words = _typed(line["overrides"])
         said = ": ".join(filter(None, (line["status"], words, line.get("error"))))
         lines.append(f"  {said}  {line.get('folder') or ''}".rstrip())
+    lines += queue_lines(record)
     return "\n".join(lines), 1 if failed or missing else 0
+
+
+def queue_lines(record: Record) -> list[str]:
+    """How to end the jobs that are in the queue; none without one."""
+    arrays = dict.fromkeys(line["queue"].partition("_")[0] for line in record.queued.values())
+    how = f"  scancel {' '.join(arrays)} ends what is in Slurm, and each job saves its run first"
+    return [how] if arrays else []
+
+
+def in_queue(output_dir: str) -> dict[str, str]:
+    """By run folder, the job in the queue that a sweep with results in ``output_dir`` has submitted
+    for it."""
+    records = map(read, Path(output_dir, ".sweeps").glob("*"))
+    return {line["folder"]: line["queue"] for each in records for line in each.queued.values()}
 
 
 def _since(line: dict[str, Any]) -> dict[str, Any]:
     """The present state of a job that was left to another process; other jobs' ends as they are."""
     run = Path(line.get("folder") or "")
-    if line["status"] != "running" or locks.is_locked(run):
+    if line["status"] not in ("running", "queued"):
         return line
+    if locks.is_locked(run):
+        return {**line, "status": "running"}
     result = RunFolder(run)
     if result.finished() is not None:
         return {**line, "status": "skipped"}
+    if line.get("queue") in (queue.ids() or ()):
+        return {**line, "status": "queued"}
     status = "killed" if result.is_finished else result.result.get("status", "killed")
     return {**line, "status": status, "error": result.result.get("error")}
 

@@ -98,6 +98,10 @@ class Config:
         return self.plain["dry"]
 
     @property
+    def detach(self) -> bool:
+        return self.plain["detach"]
+
+    @property
     def is_dense(self) -> bool:
         return self.pattern is None
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from nmrun.lab.keys.fields import built
 from nmrun.lab.keys.groups import Group, Named
 from nmrun.lab.keys.ranges import PATH, SEED
-from nmrun.ranges import FLAG, OPTIONAL_TEXT, TEXT, number, one_of, whole
+from nmrun.ranges import FLAG, OPTIONAL_TEXT, TEXT, Check, number, one_of, whole
 
 Keys = TypeVar("Keys", bound=Group)
+SCORES = ("accuracy", "f1", "matthews", "pearson", "spearman")
 SHARE = number(0, 0.5, open_low=True)
 # what a data set has, and a model takes
+METRIC = Check(
+    "accuracy, f1, matthews, pearson, spearman or the dotted path of a function",
+    lambda value: (
+        value in SCORES
+        or (isinstance(value, str) and re.fullmatch(r"\w+(\.\w+)+", value) is not None)
+    ),
+    options=SCORES,
+)
 IMAGES, TEXTS, RUNNING_TEXT = "images", "texts with labels", "running text"
 CLASSES = "a folder of images for each class, or train and val with such"
 
@@ -284,6 +294,46 @@ class Glue(Encoding, Seeded, Dataset):
         whole(1, optional=True),
         "training texts that are used, the first after shuffling; null = all",
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledText(Encoding, Fractions, Seeded, Dataset):
+    """Texts with labels from files of your own: .csv, .tsv, .json, .jsonl or .parquet (needs
+    nmrun[texts]).
+    """
+
+    data: ClassVar[str] = TEXTS
+    places: ClassVar[tuple[str, ...]] = ("train", "val", "test")
+    builder: ClassVar[str] = "nmrun.lab.tasks.text.labelled_files.labelled_text"
+
+    train: Annotated[
+        str, PATH, "file with the training texts, in NMRUN_DATA or else in the current folder"
+    ]
+    val: Annotated[
+        str | None,
+        OPTIONAL_TEXT,
+        "file with the validation texts; null = drawn from the training texts",
+    ] = None
+    test: Annotated[
+        str | None, OPTIONAL_TEXT, "file with the test texts; null = drawn from the training texts"
+    ] = None
+    column: Annotated[str, TEXT, "column with the texts"] = "text"
+    pair: Annotated[
+        str | None, OPTIONAL_TEXT, "column with the second texts of pairs; null = single texts"
+    ] = None
+    label: Annotated[
+        str, TEXT, "column with the labels: classes, or scores where all are fractions"
+    ] = "label"
+    metric: Annotated[
+        str,
+        METRIC,
+        "accuracy, f1, matthews, pearson, spearman, or the path of a function of labels and "
+        "predictions, such as sklearn.metrics.balanced_accuracy_score",
+    ] = "accuracy"
+    higher_is_better: Annotated[bool, FLAG, "whether higher values of the metric are better"] = True
+    split_seed: Annotated[int, "which texts are drawn; not changed by the run's seed"] = 0
+    val_fraction: Annotated[float, "share that is drawn for validation, where val is null"] = 0.1
+    test_fraction: Annotated[float, "share that is drawn for the test, where test is null"] = 0.1
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,16 @@ from typing import Annotated, Any
 
 from nmrun.lab.keys.ranges import (
     ACTIVATIONS,
+    ARGUMENTS,
     BETAS,
     BUDGET,
     CHECKPOINTS,
+    CLASS,
     COMPILE,
     DECAYED,
     EVALUATIONS,
     LOGGERS,
+    MILESTONES,
     PATTERN,
     RATIOS,
     SEED,
@@ -72,9 +75,10 @@ class Run(Group):
     init: Annotated[
         str | None,
         WEIGHTS,
-        "a finished run whose weights this one begins with: its folder, its best.safetensors "
-        "or its dense.safetensors. It is of the same network, pruned or not; gpt_classifier "
-        "and gpt_reader take gpt2's. null = the network's own",
+        "weights that this run begins with: a finished run's folder, its best.safetensors or its "
+        "dense.safetensors, or a state dict in a .safetensors, .pt, .pth or .bin file. It is of the "
+        "same network, pruned or not; gpt_classifier and gpt_reader take gpt2's. null = the "
+        "network's own",
     ] = None
     output_dir: Annotated[
         str,
@@ -88,6 +92,11 @@ class Run(Group):
         FLAG,
         "print the plan (layers, density, FLOPs) and train nothing; a sweep prints a line for"
         " each run",
+    ] = False
+    detach: Annotated[
+        bool,
+        FLAG,
+        "with launcher=slurm: submit the jobs and return; nmrun status --watch follows them",
     ] = False
 
 
@@ -188,6 +197,20 @@ class SGDKeys(Optimizer):
     nesterov: Annotated[bool, FLAG, "Nesterov's momentum"] = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class CustomOptimizer(Optimizer):
+    """Any optimizer of torch's kind by its class, where the recipe allows it: step, ast and cast need
+    Adam's moments.
+    """
+
+    target: Annotated[str, CLASS, "the class, such as torch.optim.NAdam or timm.optim.Lion"]
+    options: Annotated[
+        dict[str, Any] | None,
+        ARGUMENTS,
+        "further keyword arguments of the class, such as {momentum_decay: 0.004}; null = none",
+    ] = None
+
+
 @dataclass(frozen=True)
 class Schedule(Named):
     """A schedule of the learning rate."""
@@ -226,6 +249,37 @@ class Cosine(Decay):
 @dataclass(frozen=True)
 class Linear(Decay):
     """Learning rate: warm-up, then linear decay."""
+
+
+@dataclass(frozen=True)
+class MultiStep(Schedule):
+    """Learning rate: warm-up, then times ``gamma`` at each of ``milestones``."""
+
+    warmup: Annotated[
+        float, FRACTION, "fraction of all steps in which the learning rate rises linearly from 0"
+    ] = 0.0
+    milestones: Annotated[
+        Sequence[float], MILESTONES, "the fractions of all steps at which it falls"
+    ] = (0.5, 0.75)
+    gamma: Annotated[float, number(0, 1, open_low=True), "what it is multiplied by there"] = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomSchedule(Schedule):
+    """Any schedule of torch.optim.lr_scheduler that follows the step alone, by its class."""
+
+    target: Annotated[
+        str, CLASS, "the class, such as torch.optim.lr_scheduler.CosineAnnealingWarmRestarts"
+    ]
+    options: Annotated[
+        dict[str, Any] | None,
+        ARGUMENTS,
+        "keyword arguments of the class, such as {T_0: 10}; T_max and total_steps are the run's "
+        "length where they are needed and not given; null = none",
+    ] = None
+    interval: Annotated[
+        str, one_of("epoch", "step"), "what its numbers count: epochs, or optimizer steps"
+    ] = "epoch"
 
 
 @dataclass(frozen=True)
@@ -376,6 +430,12 @@ class Trainer(Group):
         EVALUATIONS,
         "epochs between evaluations on the validation split, or steps: 200steps",
     ] = 1
+    patience: Annotated[
+        int | None,
+        whole(1, optional=True),
+        "evaluations in a row without a new best one after which the run ends, counted while the "
+        "weights are N:M; null = it goes to its last step",
+    ] = None
     log_every: Annotated[
         int,
         whole(1),
@@ -457,6 +517,9 @@ class WandB(Track):
     ] = False
     console: Annotated[bool, FLAG, "send what the run prints"] = False
     system: Annotated[bool, FLAG, "send statistics of the machine"] = False
+    weights: Annotated[
+        bool, FLAG, "send the final weights, model.safetensors, as an artifact: model-<id>"
+    ] = False
 
 
 @dataclass(frozen=True)

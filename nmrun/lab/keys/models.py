@@ -8,16 +8,12 @@ from typing import Annotated, Any, ClassVar
 
 from nmrun.lab.keys.datasets import IMAGES, RUNNING_TEXT, TEXTS
 from nmrun.lab.keys.groups import Named
-from nmrun.lab.keys.ranges import EXPRESSIONS, WIDTHS
+from nmrun.lab.keys.ranges import ARGUMENTS, EXPRESSIONS, WIDTHS
 from nmrun.ranges import FLAG, FRACTION, TEXT, Check, one_of, whole
 
 DEPTH = Check(
     "6n + 2, such as 8, 14, 20, 32, 44, 56 or 110",
     lambda value: type(value) is int and value >= 8 and value % 6 == 2,
-)
-ARGUMENTS = Check(
-    "null or keyword arguments such as {drop_path_rate: 0.1}",
-    lambda value: isinstance(value, dict | None),
 )
 
 
@@ -114,7 +110,18 @@ class ResNet32(ResNet20):
 
 
 @dataclass(frozen=True)
-class Torchvision(Model):
+class Pretrained(Model):
+    """A network for images that its library has trained on ImageNet."""
+
+    pretrained: Annotated[
+        bool,
+        FLAG,
+        "begin with its library's weights of ImageNet, which are downloaded; the head is new",
+    ] = False
+
+
+@dataclass(frozen=True)
+class Torchvision(Pretrained):
     """A network of torchvision."""
 
     builder: ClassVar[str] = "nmrun.lab.models.images.of_torchvision"
@@ -189,7 +196,7 @@ class SwinB(SwinT):
 
 
 @dataclass(frozen=True)
-class Timm(Model):
+class Timm(Pretrained):
     """Any network of timm (needs nmrun[timm])."""
 
     decays: ClassVar[str] = "matrices"  # timm's own training, for all networks

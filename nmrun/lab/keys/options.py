@@ -45,6 +45,7 @@ CLASSES: dict[str, dict[str, str]] = {
         "imagenet": "datasets.ImageNet",
         "generated_text": "datasets.GeneratedText",
         "glue": "datasets.Glue",
+        "labelled_text": "datasets.LabelledText",
         "stdlib_text": "datasets.StdlibText",
         "stdlib_text_all": "datasets.StdlibTextAll",
         "text": "datasets.TextFiles",
@@ -85,12 +86,19 @@ CLASSES: dict[str, dict[str, str]] = {
         "hf_gpt2": "models.HFGPT2",
         "hf_causal": "models.HFCausal",
     },
-    "optimizer": {"adam": "groups.AdamKeys", "adamw": "groups.AdamWKeys", "sgd": "groups.SGDKeys"},
+    "optimizer": {
+        "adam": "groups.AdamKeys",
+        "adamw": "groups.AdamWKeys",
+        "sgd": "groups.SGDKeys",
+        "custom": "groups.CustomOptimizer",
+    },
     "schedule": {
         "constant": "groups.Constant",
         "cosine": "groups.Cosine",
         "linear": "groups.Linear",
         "inverse_sqrt": "groups.InverseSqrt",
+        "multistep": "groups.MultiStep",
+        "custom": "groups.CustomSchedule",
     },
     "track": {
         "local": "groups.Local",

@@ -28,6 +28,23 @@ def steps(number: Any) -> int | None:
     return None if match is None else int(match[1])
 
 
+ARGUMENTS = Check(
+    "null or keyword arguments such as {drop_path_rate: 0.1}",
+    lambda value: isinstance(value, dict | None),
+)
+CLASS = Check(
+    "the dotted path of a class, such as torch.optim.NAdam",
+    lambda value: isinstance(value, str) and bool(re.fullmatch(r"\w+(\.\w+)+", value)),
+)
+MILESTONES = Check(
+    "rising fractions of all steps, above 0 and below 1",
+    lambda value: (
+        isinstance(value, list)
+        and all(map(number(0, 1, open_low=True, open_high=True).holds, value))
+        and value == sorted(set(value))
+    ),
+    lambda value: [float(item) for item in value],
+)
 PATH = Check("the path of a file or folder", TEXT.holds)
 
 
@@ -56,9 +73,6 @@ def parsed(allowed: str, convert: Callable[[Any], Any]) -> Check:
         return str(error) if isinstance(error, ConfigError) else ""
 
     return Check(allowed, lambda value: wrong(value) is None, convert, why=why)
-
-
-AS_DENSE = ("flops:dense", "hardware_flops:dense")  # budgets
 
 
 def _expressions(value: Any) -> Any:
@@ -91,6 +105,9 @@ def _pattern(value: Any, blocks: bool = False) -> str | None:
     if pattern.v > 1 and not blocks:
         raise ValueError
     return str(pattern)
+
+
+AS_DENSE = ("flops:dense", "hardware_flops:dense")  # budgets
 
 
 def _budget(value: Any) -> str | None:

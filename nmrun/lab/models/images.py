@@ -1,4 +1,4 @@
-"""Networks for images: small ones, those of torchvision and those of timm, all from scratch.
+"""Networks for images: small ones, those of torchvision and those of timm.
 
 Each takes images (B, C, H, W) and gives logits (B, classes); ``shape`` is (C, H, W).
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -155,9 +156,11 @@ SWINS: dict[str, dict[str, Any]] = {
 }
 
 
-def of_torchvision(name: str, shape: tuple[int, ...], classes: int, form: str) -> nn.Module:
+def of_torchvision(
+    name: str, shape: tuple[int, ...], classes: int, form: str, pretrained: bool = False
+) -> nn.Module:
     """A network of torchvision, a key of ``FIRST``. Raises ConfigError for images that are too
-    small.
+    small, and for ``pretrained`` where its weights do not fit or cannot be downloaded.
 
     ``form`` is ``imagenet``, ``cifar``, or ``auto``: the latter up to 64 pixels. The form for CIFAR
     begins at full resolution: a first 3x3 convolution with stride 1 and no pooling (He et al. 2016,
@@ -172,8 +175,15 @@ def of_torchvision(name: str, shape: tuple[int, ...], classes: int, form: str) -
             f"model={name} takes images of {LEAST[name]} pixels or more; these have {min(sides)}"
         )
     small = form == "cifar" or (form == "auto" and max(sides) <= SMALL)
+    if pretrained and (small or channels != 3):
+        raise ConfigError(
+            f"model.pretrained=true: torchvision's weights of {name} are for coloured images and "
+            f"model.form=imagenet; these have {'x'.join(map(str, shape))}"
+        )
     if small and name in SWINS:
         model = _small_swin(name, classes)
+    elif pretrained:
+        model = _trained_by_torchvision(name, classes)
     else:
         model = getattr(models, name)(num_classes=classes)
     first: Any = model.get_submodule(FIRST[name])
@@ -196,6 +206,24 @@ def of_torchvision(name: str, shape: tuple[int, ...], classes: int, form: str) -
         conv = nn.Conv2d(channels, width, kernel, stride, padding, bias=first.bias is not None)
         nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
         model.set_submodule(FIRST[name], conv)
+    return model
+
+
+def _trained_by_torchvision(name: str, classes: int) -> nn.Module:
+    """Torchvision's best weights of a network, with a new head for these classes."""
+    from torchvision import models
+
+    try:
+        model: nn.Module = getattr(models, name)(weights="DEFAULT", progress=False)
+    except OSError as error:  # of the network, or of a file
+        place = Path(torch.hub.get_dir()) / "checkpoints"
+        url = models.get_model_weights(name).DEFAULT.url
+        raise ConfigError(
+            f"model.pretrained=true: {url} cannot be downloaded to {place}: {error}"
+        ) from None
+    head = [n for n, module in model.named_modules() if isinstance(module, nn.Linear)][-1]
+    fresh = getattr(models, name)(num_classes=classes)
+    model.set_submodule(head, fresh.get_submodule(head))
     return model
 
 
@@ -298,10 +326,14 @@ def vit(
 
 
 def of_timm(
-    shape: tuple[int, ...], classes: int, name_in_timm: str, options: dict[str, Any] | None
+    shape: tuple[int, ...],
+    classes: int,
+    name_in_timm: str,
+    options: dict[str, Any] | None,
+    pretrained: bool = False,
 ) -> nn.Module:
     """A network by ``timm.create_model``, with more arguments in ``options``. Transformers also get
-    the image size.
+    the image size. timm resamples ``pretrained`` weights to size and channels.
 
     Raises ConfigError for a name or options that timm has not, and where timm is not installed.
     """
@@ -313,7 +345,8 @@ def of_timm(
             f"model.name_in_timm={name_in_timm}: timm has no such model"
             + (f"; it has {', '.join(near)}" if near else "")
         )
-    arguments = {"num_classes": classes, "in_chans": shape[0], **(options or {})}
+    known = {"num_classes": classes, "in_chans": shape[0], "pretrained": pretrained}
+    arguments = {**known, **(options or {})}
     try:
         with quiet_hub():
             try:

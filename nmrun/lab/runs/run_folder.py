@@ -30,6 +30,7 @@ from nmrun.ranges import Check
 RESULT, CONFIG, METRICS, LOG = "result.json", "config.yaml", "metrics.jsonl", "run.log"
 CHECKPOINT, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 FINAL, BEST, DENSE = WEIGHTS = ("model.safetensors", "best.safetensors", "dense.safetensors")
+OWN = (".safetensors", ".pt", ".pth", ".bin")  # files of weights that others have saved
 SEALED = (CONFIG, METRICS, *WEIGHTS)
 REMEDY = f"remove it, and the run's command makes it again (with force=true for {METRICS})"
 CHANGED = "it was changed: its SHA-256 is another"
@@ -308,6 +309,13 @@ def weights_in(place: Path | str) -> tuple[RunFolder, str]:
     path = Path(place).expanduser()
     named = path.suffix == ".safetensors"
     return (RunFolder(path.parent), path.name) if named else (RunFolder(path), FINAL)
+
+
+def own_weights(place: Path | str) -> Path | None:
+    """The file of weights that such a key names, where it is none of a run's."""
+    path = Path(place).expanduser()
+    is_own = path.suffix in OWN and path.name not in WEIGHTS and path.is_file()
+    return path if is_own else None
 
 
 def activations_of(config: Mapping[str, Any]) -> str | None:

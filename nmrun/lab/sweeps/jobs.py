@@ -30,6 +30,7 @@ from nmrun.lab import output
 from nmrun.lab.folders import sweep
 from nmrun.lab.folders.sweep import recorded
 from nmrun.lab.keys.config import Config
+from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import RunFolder, make_folder
 from nmrun.lab.sweeps import workers
 from nmrun.lab.sweeps.workers import JobLines
@@ -37,6 +38,7 @@ from nmrun.lab.words import (
     command_line,
     composition,
     experiment,
+    launchers,
     precheck,
     schema,
 )
@@ -59,8 +61,7 @@ def main(argv: list[str]) -> int:
     if options.cfg or options.info:
         _hydra(flags, asked.sweeps[0])
         return 0
-    hydras = precheck.by_hydra(asked.sweeps, options.config_dir)
-    if not options.multirun and hydras:
+    if not options.multirun and asked.hydras:
         _hydra(flags, asked.sweeps[0])
         return _exit_status(_outcomes[-1])
     if not options.multirun:
@@ -70,16 +71,12 @@ def main(argv: list[str]) -> int:
         )
     with recorded(asked, shlex.join(["nmrun", *argv]), asked.sweeps) as folder:
         os.environ[sweep.SWEEP], os.environ[workers.SWEEPER] = str(folder), str(os.getpid())
-        if not hydras:
+        if not asked.hydras or asked.dry:
             status = _run_one_by_one(folder, asked.jobs, options.config_dir)
-        elif asked.launcher != "basic":
-            if not asked.dry:
-                place = shlex.quote(asked.output_dir)
-                watch = f"nmrun status --watch {place} shows how far they are"
-                print(f"jobs side by side: {watch}", flush=True)
-            status = _launch_side_by_side(folder, asked.launcher, flags, asked.sweeps[0])
+        elif asked.launcher == "basic":
+            status = _launch(flags, asked, asked.jobs)
         else:
-            status = _launch(flags, asked.sweeps[0])
+            status = _launch_side_by_side(folder, asked, flags)
         if not leads():
             return status
         lines, bad = sweep.summary(folder)
@@ -90,11 +87,14 @@ def main(argv: list[str]) -> int:
 
 def checked(overrides: list[str], multirun: bool, config_dir: str | None = None) -> Command:
     """What a command line asks for, composed and checked. ConfigError with all that is wrong."""
+    overrides = list(map(launchers.spelt_out, overrides))
     sweeps = [
         command_line.own_recipe(words, config_dir)
-        for words in experiment.expand(overrides, multirun)
+        for words in experiment.expand(overrides, multirun, config_dir)
     ]
     asked = precheck.read(sweeps, multirun, config_dir)
+    if asked.detach and not (multirun and asked.queues):
+        raise ConfigError("detach=true: add -m and launcher=slurm, whose jobs outlive the command")
     tell([] if multirun else command_line.without_effect(overrides))
     output.no_longer_waiting()  # a launcher's processes would write behind it
     return asked
@@ -111,51 +111,87 @@ def _run_one_by_one(folder: Path, jobs: Sequence[Job], config_dir: str | None) -
     return 0
 
 
-def _launch(flags: list[str], overrides: list[str]) -> int:
-    """Run the jobs of all sweeps by Hydra's launcher, by the ``overrides`` of one; likewise."""
+def _launch(flags: list[str], asked: Command, jobs: Sequence[Job]) -> int:
+    """Run these jobs by Hydra's launcher; likewise."""
     from nmrun.lab.sweeps import sweeper
 
-    sweeper.register()
+    sweeper.register([words for words, _ in jobs])
+    if asked.queues:
+        from nmrun.lab.sweeps import slurm
+
+        folders = {tuple(words): _place(config) for words, config in jobs}
+        slurm.register(asked.detach, folders)
     try:
-        _hydra(flags, overrides)
+        _hydra(flags, asked.sweeps[0])
     except (SystemExit, KeyboardInterrupt) as stop:  # an interrupted job ends the sweep
         return int(stop.code or 0) if isinstance(stop, SystemExit) else 128 + signal.SIGINT
     return 0
 
 
-def _launch_side_by_side(
-    folder: Path, launcher: str, flags: list[str], overrides: list[str]
-) -> int:
-    """Likewise, by a launcher that runs jobs side by side, with a line for each job that ends."""
+def _launch_side_by_side(folder: Path, asked: Command, flags: list[str]) -> int:
+    """Likewise, by a launcher that runs jobs side by side, with a line for each job that ends. Jobs
+    for which nothing is to be done never come to it."""
+    missing, done = _missing(asked)
+    names: dict[str, None] = {}
+    for number, ((words, config), outcome) in enumerate(done, len(missing) + 1):
+        sweep.add(folder, outcome, words, 0.0, number)
+        if outcome["status"] == "skipped":
+            names |= dict.fromkeys(changed(outcome["config"], config))
+    if names:
+        tell([f"some finished before {', '.join(names)} changed; force=true runs all again"])
+    if missing and not asked.detach:
+        place = shlex.quote(asked.output_dir)
+        watch = f"nmrun status --watch {place} shows how far they are"
+        print(f"jobs side by side: {watch}", flush=True)
+    hear = asked.known is not None and asked.known.signals is not None
     with (
-        workers.Sweeper(folder, waits=launcher == "joblib") as sweeper,
+        workers.Sweeper(folder, waits=hear) as sweeper,
         JobLines(folder, lambda: sweeper.catch(signal.SIGPIPE)),
     ):
+        if not missing:
+            return 0
         try:
-            status = _launch(flags, overrides)
+            status = _launch(flags, asked, missing)
         except BrokenExecutor:
             status = 1
             if sweeper.caught is None:
                 workers.note_killed(folder)
-        except _lost_job(launcher) as error:
-            if not any((folder / ".submitit").rglob("*_submitted.pkl")):  # which has a job's id
-                raise RunError(f"no job was submitted: {first_line(error)}") from None
-            place = shlex.quote(str(folder.parents[1]))
+        except (ConfigError, RunError):
+            raise
+        except Exception as error:  # the launcher's own
+            place = shlex.quote(asked.output_dir)
             raise RunError(
-                "a job ended and reported nothing, as where it is killed or its time is up: "
-                f"{first_line(error)}. Others may go on: nmrun status --watch {place} shows them"
+                f"launcher={asked.launcher}: {type(error).__name__}: {first_line(error)}; "
+                f"nmrun status --watch {place} shows whether jobs go on"
             ) from None
     return status if sweeper.caught is None else 128 + sweeper.caught
 
 
-def _lost_job(launcher: str) -> type[Exception] | tuple[()]:
-    """The error that a launcher raises for one job, whatever the others do."""
-    if not launcher.startswith("submitit"):
-        return ()
-    from submitit.core.utils import UncompletedJobError  # which jobs elsewhere do not have
-
-    error: type[Exception] = UncompletedJobError
-    return error
+def _missing(asked: Command) -> tuple[list[Job], list[tuple[Job, dict[str, Any]]]]:
+    """The jobs that are to be launched; and the others, with their outcomes: those whose run has
+    finished, or that another process or the queue has."""
+    missing: list[Job] = []
+    done: list[tuple[Job, dict[str, Any]]] = []
+    queued = sweep.in_queue(asked.output_dir) if asked.queues else {}
+    for job in asked.jobs:
+        folder = _place(job.config)
+        outcome: dict[str, Any] | None = _finished(job.config)
+        if locks.is_locked(Path(folder)):
+            error = f"{locks.holder(Path(folder))} is at work on this very run"
+            outcome = {"status": "running", "folder": folder, "error": error}
+        elif folder in queued:
+            error = f"Slurm has it as job {queued[folder]}"
+            outcome = {
+                "status": "queued",
+                "folder": folder,
+                "queue": queued[folder],
+                "error": error,
+            }
+        if outcome is None:
+            missing.append(job)
+        else:
+            done.append((job, outcome))
+    return missing, done
 
 
 def _hydra(flags: list[str], overrides: list[str]) -> None:
@@ -174,19 +210,24 @@ _outcomes: list[dict[str, Any]] = []
 def _job(composed: DictConfig) -> None:
     job = HydraConfig.get()
     workers.end_with_sweep()
+    known = launchers.of(job.launcher._target_)
+    reads = known is not None and known.signals == "read"
     folder = Path(os.environ[sweep.SWEEP]) if job.mode == RunMode.MULTIRUN else None
     overrides = [command_line.unescaped(word) for word in job.overrides.task]
     with output.ends_quietly(), without_others_configs():  # jobs may run in other processes
         if folder:
             number = job.job.num + 1
             command = command_line.of_hydra(job, overrides)
-            run = _run_in_sweep if sweep.is_own(folder) else _run_in_worker
-            outcome = run(folder, number, composed, overrides, command)
+            about = (folder, number, composed, overrides, command)
+            if sweep.is_own(folder):
+                outcome = _run_in_sweep(*about)
+            else:
+                outcome = _run_in_worker(*about, reads)
         else:
             outcome = _outcome_of(composed, None, command_line.of_hydra(job, overrides))
     _outcomes.append(outcome)
     workers.end_with_sweep()
-    if folder and outcome["status"] == "interrupted":
+    if folder and outcome["status"] == "interrupted" and not reads:
         raise SystemExit(_exit_status(outcome))
 
 
@@ -201,9 +242,15 @@ def _run_in_sweep(
 
 
 def _run_in_worker(
-    folder: Path, number: int, composed: DictConfig, overrides: list[str], command: str
+    folder: Path,
+    number: int,
+    composed: DictConfig,
+    overrides: list[str],
+    command: str,
+    reads: bool,
 ) -> dict[str, Any]:
-    """Run a job in a launcher's worker; as :func:`run_job`. Its output goes to a log."""
+    """Run a job in a launcher's worker; as :func:`run_job`. Its output goes to a log. ``reads``: it
+    reads of a signal in the record."""
 
     def begins(run: Path) -> None:
         sweep.begins(folder, number, overrides, run, workers.launched_this())
@@ -216,7 +263,8 @@ def _run_in_worker(
         outcome = interrupted  # this job is never begun
     else:
         try:
-            with workers.ends_by_signal(), output.logged(sweep.log_of(folder, number)):
+            stop = workers.ends_by_record(folder) if reads else workers.ends_by_signal()
+            with stop, output.logged(sweep.log_of(folder, number)):
                 outcome = run_job(folder, number, composed, overrides, command, begins)
         except KeyboardInterrupt:
             outcome = interrupted
@@ -310,11 +358,10 @@ def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str
     the file system shows.
     """
     folder = run_folder(config)
-    run_dir = RunFolder(folder)
-    result = None if config.force or config.dry else run_dir.finished()
-    if result is not None:
-        run_dir.say_finished(changed(result["config"], config))
-        return {**result, "status": "skipped", "folder": str(folder)}
+    outcome = _finished(config)
+    if outcome is not None:
+        RunFolder(folder).say_finished(changed(outcome["config"], config))
+        return outcome
     if not config.dry:
         make_folder(folder, config.output_dir)  # before torch is imported for nothing
     if sweep is None or not config.dry:
@@ -331,6 +378,17 @@ def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str
         refuse([line])
         return {"status": "failed", "folder": str(folder), "error": line}
     return run(config, folder, sweep, command)
+
+
+def _finished(config: Config) -> dict[str, Any] | None:
+    """The outcome of a run that has finished before, unless it is asked for anew."""
+    folder = run_folder(config)
+    result = None if config.force or config.dry else RunFolder(folder).finished()
+    return None if result is None else {**result, "status": "skipped", "folder": str(folder)}
+
+
+def _place(config: Config) -> str:
+    return str(run_folder(config).absolute())
 
 
 def _exit_status(outcome: dict[str, Any]) -> int:

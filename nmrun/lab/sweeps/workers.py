@@ -2,7 +2,7 @@
 
 A launcher such as joblib's kills all workers as soon as one of them ends. So the sweep's process
 passes a signal on to the running jobs, and each saves its run. The first worker that is done waits
-for the others before it ends.
+for the others before it ends. Ray's workers may be elsewhere: they read of the signal in the record.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nmrun.errors import tell
 from nmrun.lab.compare import notation
 from nmrun.lab.folders import sweep
 from nmrun.lab.output import span
-from nmrun.lab.signals import ECHO, ENDING, ends_with, heeded
+from nmrun.lab.signals import ECHO, ENDING, ends_with, heeded, is_ending
 
 SWEEPER = "NMRUN_SWEEPER"  # tells job processes which process launched the sweep
 LOOK = 0.1  # seconds between two looks at the others
@@ -36,7 +36,7 @@ class Sweeper:
     """While entered, the first signal is noted in ``caught`` and passed on to the running jobs. After
     a second one the launcher ends them at once.
 
-    ``waits``: this process has started the jobs' processes. Else the launcher handles signals.
+    ``waits``: the jobs hear of it. Else the launcher handles signals.
     """
 
     def __init__(self, folder: Path, waits: bool) -> None:
@@ -142,6 +142,28 @@ def ends_by_signal() -> Iterator[None]:
         return
     with _interrupting(dict.fromkeys(heeded(), _idle)):
         yield
+
+
+@contextlib.contextmanager
+def ends_by_record(folder: Path) -> Iterator[None]:
+    """While entered, a signal in the sweep's record ends the job of this process as SIGTERM would."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(PAUSE):
+            if sweep.read(folder).signal is not None and not is_ending():
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    former = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=watch, daemon=True)
+    with _interrupting({signal.SIGTERM: former} if callable(former) else {}):
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
 
 def _idle(number: int, frame: FrameType | None) -> None:

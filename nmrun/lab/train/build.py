@@ -146,9 +146,15 @@ def build(
         handle = _attached(config, model, optimizer, total_steps)
         seconds = time.perf_counter() - began
         activations = _activations(config, model, total_steps)
+        recipe = handle.recipe
+        if trainer.patience is not None and recipe.dense_steps >= total_steps:
+            raise ConfigError(
+                f"trainer.patience={trainer.patience}: {recipe.name} is N:M at its last step alone, "
+                "and so cannot end before it"
+            )
         if in_shards:
             fsdp.check(config, handle.recipe, task, precision)
-    if not in_shards:
+    if not in_shards and config.optimizer.name != "custom":
         fuse(optimizer, device)
     cost = flops.count(whole, task, handle.sparse, taught, activations)
     parts = Parts(

@@ -58,6 +58,7 @@ class Evaluation:
             (for dense training: of all) and activations were pruned as in the last step.
         best_weights: the plain weights of that moment (this rank's parts of them).
         candidates: how many evaluations could have been the best.
+        since_best: how many of them came after the best one.
         last: the metrics of the last evaluation, with their ``step``.
     """
 
@@ -68,7 +69,7 @@ class Evaluation:
         self.trainer, self.strategy = steps.trainer, steps.strategy
         self.best: dict[str, float] = {}
         self.best_weights: dict[str, Tensor] = {}
-        self.candidates = 0
+        self.candidates = self.since_best = 0
         self.last: dict[str, float] = {}
         self.improved = False
 
@@ -105,11 +106,18 @@ class Evaluation:
         if as_in_the_end and (sparse or not self.handle.sparse):
             self.candidates += 1
             self.improved = self._is_best(row)
+            self.since_best += 1
             if self.improved:
+                self.since_best = 0
                 scores = {key: value for key, value in row.items() if key.startswith("eval/")}
                 self.best = {**scores, "epoch": epoch, "step": self.steps.step}
                 self.best_weights = self.strategy.final_state_dict()
         return row
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether training may go on, by ``trainer.patience``."""
+        return self.trainer.patience is None or self.since_best < self.trainer.patience
 
     def _is_best(self, row: dict[str, float]) -> bool:
         metric = f"eval/{self.task.metric}"
@@ -158,13 +166,14 @@ class Evaluation:
             "best": self.best,
             "best_weights": self.best_weights,
             "candidates": self.candidates,
+            "since_best": self.since_best,
             "last": self.last,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`; weights may be whole or this rank's parts."""
         self.best, self.candidates = state["best"], state["candidates"]
-        self.last = state["last"]
+        self.since_best, self.last = state["since_best"], state["last"]
         best = self.strategy.distribute(state["best_weights"])
         self.best_weights = {name: tensor.to("cpu") for name, tensor in best.items()}
 
@@ -198,8 +207,8 @@ class Loop:
         self.progress = RunProgress(self.steps)
 
     def train(self, folder: Path, tracker: Tracker | None, signals: Signals) -> bool:
-        """Train to the last step, or until there is a signal, on any rank; returns whether training
-        is over.
+        """Train to the last step, or until ``trainer.patience`` ends or there is a signal, on any
+        rank; returns whether training is over.
 
         ``checkpoint.pt`` in ``folder`` has the state then. ``tracker`` logs rows; None where
         another rank does. RunError if a loss is not finite.
@@ -210,7 +219,7 @@ class Loop:
         self.progress.begin()
         self.clock.begin()
         self.model.train()
-        while self.steps.step < self.parts.total_steps or self.row is not None:
+        while self._goes_on or self.row is not None:
             due = self._due(self.steps.step if self.row is None else self.steps.step - 1)
             row = self._step_row(due, self.steps.step > begun) if self.row is None else self.row
             evaluated = self.evaluation.row(due.epoch + 1, signals) if due.evaluate else {}
@@ -226,6 +235,9 @@ class Loop:
                 line = self.progress.epoch(best=improved)
                 self.console.detail(f"  {line}", style="green" if improved else "")
             self.console.progress(self.progress.status)
+            ends_early = not put_off and due.evaluate and not self.evaluation.is_patient
+            if ends_early and self.steps.step < self.parts.total_steps:
+                self._say_early()
 
             self.seconds = earlier + time.perf_counter() - began
             # only the leader's clock counts, so that all ranks save after the same step
@@ -233,7 +245,7 @@ class Loop:
                 signals.caught is not None, ranks.leads() and self.clock.due()
             )
             stop = put_off or caught
-            if save := due.save or timely or stop:
+            if save := due.save or timely or stop or ends_early:
                 self._save(folder, tracker)
             if stop:
                 return False
@@ -241,6 +253,21 @@ class Loop:
                 self._open_window()
         self.average.apply()
         return True
+
+    @property
+    def _goes_on(self) -> bool:
+        return self.steps.step < self.parts.total_steps and self.evaluation.is_patient
+
+    def _say_early(self) -> None:
+        best = self.evaluation.best
+        event = Event(
+            self.steps.step,
+            f"ends early: eval/{self.task.metric} is best at step {best['step']}, "
+            f"{self.evaluation.since_best} evaluations ago",
+            "early",
+        )
+        self.events.append(event.record)
+        self.console.say(f"  {event}")
 
     def _due(self, step: int) -> Due:
         trainer = self.trainer

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from nmrun import optim
-from nmrun.errors import ConfigError
-from nmrun.lab.keys.groups import Optimizer
+from nmrun.errors import ConfigError, refused
+from nmrun.lab.keys.groups import CustomOptimizer, Optimizer
+from nmrun.registry import find
 
 Named = tuple[str, nn.Parameter]
 
@@ -21,17 +24,32 @@ Named = tuple[str, nn.Parameter]
 def optimizer_of(options: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of a model's parameters. ConfigError for ``head_lr`` without a layer named
     head."""
-    arguments = {k: v for k, v in options.values().items() if k not in ("head_lr", "decay")}
+    not_arguments = ("head_lr", "decay", "target", "options")
+    arguments = {k: v for k, v in options.values().items() if k not in not_arguments}
     groups: Any = [
         {"params": [parameter for _, parameter in named], **rate, **decay}
         for parameters, rate in _by_rate(options, model)
         for named, decay in _by_decay(options, parameters)
         if named
     ]
+    if isinstance(options, CustomOptimizer):
+        return _of_class(options, groups, arguments)
     if options.name == "sgd":
         return optim.SGD(groups, **arguments)
     arguments["betas"] = tuple(arguments["betas"])
     return {"adam": optim.Adam, "adamw": optim.AdamW}[options.name](groups, **arguments)
+
+
+def _of_class(options: CustomOptimizer, groups: Any, common: dict[str, Any]) -> Any:
+    """An optimizer by its dotted path. ConfigError for what is none, and for its own refusals."""
+    said = f"optimizer.target={options.target}"
+    kind = find("optimizer.target", options.target, {})
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise ConfigError(f"{said} is no torch.optim.Optimizer")
+    if "weight_decay" not in inspect.signature(kind).parameters and not options.weight_decay:
+        del common["weight_decay"]
+    with refused(f"{said}: ", TypeError, ValueError, RuntimeError):
+        return kind(groups, **{**common, **(options.options or {})})
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
@@ -111,9 +129,63 @@ def inverse_sqrt_factor(warmup_steps: int, start: float = 0.0) -> Callable[[int]
     )
 
 
-def scheduled(options: dict[str, Any], lr: float, total_steps: int) -> Callable[[int], float]:
-    """The schedule of a config, likewise. With ``cycles`` above 1 it is repeated, each time over an
-    equal share of the steps."""
+def multistep_factor(
+    warmup_steps: int, milestones: Sequence[int], gamma: float
+) -> Callable[[int], float]:
+    """Likewise: after the warm-up ``gamma`` to the number of milestones, which are steps, so far."""
+    return lambda step: (
+        (step + 1) / warmup_steps
+        if step < warmup_steps
+        else gamma ** bisect_right(milestones, step)
+    )
+
+
+def custom_factor(
+    target: str, arguments: Mapping[str, Any], lr: float, length: int, every: int = 1
+) -> Callable[[int], float]:
+    """A schedule of ``torch.optim.lr_scheduler`` by its dotted path: that of a lone parameter with
+    the learning rate ``lr``, which is asked step by step. So it is a function of the step.
+
+    ``length``: how often it steps in the run, once in ``every`` optimizer steps. ConfigError for
+    what is no such schedule, and for its own refusals.
+    """
+    said = f"schedule.target={target}"
+    kind = find("schedule.target", target, {})
+    if not (isinstance(kind, type) and issubclass(kind, LRScheduler)):
+        raise ConfigError(f"{said} is no torch.optim.lr_scheduler.LRScheduler")
+    if issubclass(kind, ReduceLROnPlateau):
+        raise ConfigError(f"{said} follows a metric: it takes one that follows the step alone")
+    parameters = inspect.signature(kind).parameters
+    own = {key: length for key in ("total_steps", "T_max") if key in parameters}
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr)
+    with refused(f"{said}: ", TypeError, ValueError, AttributeError):
+        schedule = kind(optimizer, **{**own, **arguments})
+    rates = [optimizer.param_groups[0]["lr"]]
+
+    def factor(step: int) -> float:
+        while len(rates) <= step // every:
+            optimizer.step()
+            with refused(f"{said}: ", ValueError):
+                schedule.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        return float(rates[step // every]) / lr
+
+    return factor
+
+
+def scheduled(
+    options: dict[str, Any], lr: float, total_steps: int, batches: int = 1
+) -> Callable[[int], float]:
+    """The schedule of a config, likewise; an epoch has ``batches`` steps. With ``cycles`` above 1 it
+    is repeated, each time over an equal share of the steps."""
+    if options["name"] == "custom":
+        every = batches if options["interval"] == "epoch" else 1
+        length = -(-total_steps // every)
+        return custom_factor(options["target"], options["options"] or {}, lr, length, every)
+    if options["name"] == "multistep":
+        milestones = [round(at * total_steps) for at in options["milestones"]]
+        warmup = round(options["warmup"] * total_steps)
+        return multistep_factor(warmup, milestones, options["gamma"])
     if options["name"] == "inverse_sqrt":
         return inverse_sqrt_factor(options["warmup_steps"], options["init_lr"] / lr)
     cycles = min(options["cycles"], max(1, total_steps))  # a cycle has at least one step

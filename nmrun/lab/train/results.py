@@ -65,7 +65,7 @@ def write(
             "flops": loop.steps.flops_used if loop else {},
             "events": loop.events if loop else [],
             "environment": described | ({"command": command} if command else {}),
-            "steps": loop.parts.total_steps if loop else None,
+            "steps": _steps(outcome, loop),
             "seconds": round(loop.seconds, 3) if loop else 0.0,
             "training_seconds": round(loop.training_seconds, 3) if loop else 0.0,
             "checkpoint_seconds": round(loop.clock.spent, 3) if loop else 0.0,
@@ -79,6 +79,14 @@ def write(
         what = f"result.json cannot be written: {error.strerror}"
         return {**result, "status": "failed", "error": what}
     return result
+
+
+def _steps(outcome: dict[str, Any], loop: Loop | None) -> int | None:
+    """The steps of a run: those that it made, where it has finished, else those that it plans."""
+    if loop is None:
+        return None
+    finished = outcome["status"] == "finished"
+    return loop.steps.step if finished else loop.parts.total_steps
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:

@@ -61,7 +61,10 @@ class TrainingSteps:
             parts.device.type, enabled=parts.precision == "fp16"
         )
         self.lr_factor = scheduled(
-            config.schedule.mapping(), config.optimizer.lr, parts.total_steps
+            config.schedule.mapping(),
+            config.optimizer.lr,
+            parts.total_steps,
+            parts.task.batches_per_epoch,
         )
         self.base_lrs = [float(group["lr"]) for group in parts.optimizer.param_groups]
         self.step = self.updates = self.items = 0

@@ -25,7 +25,7 @@ from urllib.parse import urlparse
 from nmrun import atomic
 from nmrun.lab.keys.config import flatten
 from nmrun.lab.runs import documents
-from nmrun.lab.runs.run_folder import METRICS
+from nmrun.lab.runs.run_folder import FINAL, METRICS
 from nmrun.patterns import written
 
 
@@ -199,10 +199,13 @@ class TrackedRun:
 
 
 class WandBLogger:
-    """A run of W&B. At the end ``say`` prints how to upload an offline run."""
+    """A run of W&B. At the end ``say`` prints how to upload an offline run; ``weights`` are sent
+    then, if the run has finished."""
 
-    def __init__(self, run: Any, say: Callable[[str], None] | None = None) -> None:
-        self._run, self._say = run, say
+    def __init__(
+        self, run: Any, weights: Path | None, say: Callable[[str], None] | None = None
+    ) -> None:
+        self._run, self._weights, self._say = run, weights, say
         for loss in ("train/loss", "eval/loss"):
             run.define_metric(loss, summary="min,last")
 
@@ -211,6 +214,12 @@ class WandBLogger:
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
         self._run.summary.update(summary)
+        if self._weights is not None and exit_code == 0:
+            import wandb
+
+            artifact = wandb.Artifact(f"model-{self._run.id}", "model")
+            artifact.add_file(str(self._weights), policy="immutable")
+            self._run.log_artifact(artifact)
         self._run.finish(exit_code=exit_code)
         if self._say is not None:
             place = os.path.relpath(Path(self._run.dir).parent)
@@ -243,11 +252,12 @@ def begin_wandb(run: TrackedRun) -> WandBLogger | None:
         "settings": _wandb_settings(wandb, track),
         "reinit": "finish_previous",
     }
+    weights = run.folder / FINAL if track["weights"] else None
     if online and "wandb" not in _unreachable:
         try:
             # without resume, a run of the same id is replaced: that is force=true
             resume: Any = "allow" if run.history else None
-            return WandBLogger(wandb.init(mode="online", resume=resume, **arguments))
+            return WandBLogger(wandb.init(mode="online", resume=resume, **arguments), weights)
         except Exception as error:
             _unreachable.add("wandb")
             wandb.teardown(exit_code=1)  # its service would hold the run's id
@@ -257,7 +267,7 @@ def begin_wandb(run: TrackedRun) -> WandBLogger | None:
         shutil.rmtree(old, ignore_errors=True)
     # somebody without a login who asked for nothing need not be told
     say = run.say if has_key or wish or mode == "online" else None
-    logger = WandBLogger(wandb.init(mode="offline", **arguments), say)
+    logger = WandBLogger(wandb.init(mode="offline", **arguments), weights, say)
     for row in run.history:
         logger.log(row)
     import pandas  # noqa: F401  # else W&B imports it for the summary, when all else is done

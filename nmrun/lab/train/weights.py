@@ -4,6 +4,8 @@ epochs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nmrun.errors import ConfigError, RunError, refused
 from nmrun.lab import models, ranks
 from nmrun.lab.keys.config import Config
-from nmrun.lab.runs.run_folder import WEIGHTS, weights_in
+from nmrun.lab.runs.run_folder import WEIGHTS, own_weights, weights_in
 from nmrun.lab.tasks.base import Task
 from nmrun.step.handle import Handle
 
@@ -56,17 +58,19 @@ def check(place: str, setting: str) -> None:
 
 def load(model: nn.Module, place: str, setting: str, heads: Collection[str] = ()) -> None:
     """Give a network the weights of a finished run: ``place`` is its folder, for its last weights,
-    or a file of weights in it.
+    or a file of weights in it. Or it is a file of the user's own (:func:`read`).
 
     ``heads`` are modules that may be another task's: they stay where the run has none of the same
     shape. ``setting`` is the key and value for errors. ConfigError where no finished run is there,
     another network's, or weights that were changed since.
     """
-    folder, file = weights_in(place)
-    folder.demand(setting, file)
-    check(place, setting)
-    with refused(f"{setting}: {file} cannot be read: ", OSError, SafetensorError):
-        state = load_file(folder.path / file)
+    path = own_weights(place)
+    if path is None:
+        folder, file = weights_in(place)
+        folder.demand(setting, file)
+        check(place, setting)
+        path = folder.path / file
+    state = read(path, setting)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     saved = {name: tuple(tensor.shape) for name, tensor in state.items()}
     unlike = {*expected.items()} ^ {*saved.items()}
@@ -84,6 +88,25 @@ def load(model: nn.Module, place: str, setting: str, heads: Collection[str] = ()
         {name: tensor for name, tensor in state.items() if name not in head_names},
         strict=not head_names,
     )
+
+
+def read(path: Path, setting: str) -> dict[str, Tensor]:
+    """The tensors by name in a safetensors file, or in what ``torch.save`` has written of a state
+    dict: alone, or as ``model`` or ``state_dict`` of a checkpoint; what DDP adds to names is taken
+    away. ConfigError for another file."""
+    unreadable = (OSError, SafetensorError, RuntimeError, EOFError, UnpicklingError, KeyError)
+    with refused(f"{setting}: {path.name} cannot be read: ", *unreadable):
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    for key in ("model", "state_dict"):
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+        raise ConfigError(f"{setting}: {path.name} has no state dict: tensors by their names")
+    if all(name.startswith("module.") for name in state):
+        return {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    return dict(state)
 
 
 # --- in the processes -----------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     _check_seeds({job.config.seed for job in asked.jobs})
     if asked.launcher != "basic":
         raise ConfigError(
-            f"hydra/launcher={asked.launcher}: nmrun tune launches nothing; give the same command in "
+            f"launcher={asked.launcher}: nmrun tune launches nothing; give the same command in "
             "several processes, of which each takes cells that no other is at"
         )
     from nmrun.lab.tune import comparison, plan, study  # torch

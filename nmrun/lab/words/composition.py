@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra import compose
 from hydra.core.config_loader import ConfigLoader
@@ -31,7 +31,8 @@ from nmrun.lab.keys.config import Config
 from nmrun.lab.keys.fields import defaults
 from nmrun.lab.keys.groups import ratio
 from nmrun.lab.signals import of_interrupt
-from nmrun.lab.words import command_line, hydra_internals, schema
+from nmrun.lab.words import command_line, hydra_internals, launchers, schema
+from nmrun.lab.words.launchers import Launcher
 from nmrun.patterns import Pattern, PatternError
 from nmrun.registry import find
 
@@ -201,6 +202,29 @@ def _composed_by_hydra(words: Sequence[str]) -> DictConfig:
         if type(error) is not ValueError:  # UnicodeDecodeError, ConfigError
             raise
         raise ConfigError(first_line(error)) from None  # Hydra's, of defaults that are no list
+
+
+class Sweep(NamedTuple):
+    """What Hydra's settings say of a sweep: its launcher, and what that is; and the overrides of
+    ``hydra.sweeper.params``."""
+
+    launcher: str
+    known: Launcher | None
+    params: list[Override]
+
+
+def sweep(overrides: Sequence[Override]) -> Sweep | None:
+    """The settings of a sweep with these overrides. None where they cannot be composed, which the
+    jobs then tell."""
+    fixed = [o.input_line or "" for o in overrides if not o.is_sweep_override()]
+    try:
+        settings = compose("nmrun", fixed, return_hydra_config=True).hydra
+        params = settings.sweeper.params or {}
+        swept = [command_line.parse(f"{key}={values}") for key, values in params.items()]
+    except (HydraException, OmegaConfBaseException):
+        return None
+    name = str(settings.runtime.choices["hydra/launcher"])
+    return Sweep(name, launchers.of(settings.launcher._target_), swept)
 
 
 def config_of(

@@ -2,7 +2,8 @@
 
 An experiment is a table or figure of a paper as one file, ``conf/experiment/<name>.yaml``. Its
 overrides replace the word before Hydra reads it. So its runs are the same, in the same folders, as
-those of overrides that were written by hand.
+those of overrides that were written by hand. An experiment of the user's own in ``--config-dir`` is
+another thing: Hydra composes it, as any group.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ def load(name: str) -> Experiment:
     is_file = name.endswith(".yaml")
     if not is_file and name not in names():
         hint = did_you_mean(name, names()) or (
-            "; it is a table or figure of a paper; a file of yours is experiment=PATH.yaml"
+            "; it is a table or figure of a paper; yours are DIR/experiment/NAME.yaml with "
+            "--config-dir DIR, and PATH.yaml for a table"
         )
         line = no_such("experiment", name, names(), "nmrun help experiment", hint)
         raise ConfigError(f"experiment={name}: {line}")
@@ -217,12 +219,17 @@ def _check(
             raise ValueError(f"{prefix}{key}: it takes {check.allowed}")
 
 
-def expand(words: Sequence[str], multirun: bool) -> list[list[str]]:
+def own(config_dir: str | None) -> list[str]:
+    """The names of the experiments in a folder of the user's own, which Hydra composes."""
+    return [file.stem for file in options.in_folder(config_dir).get("experiment", ())]
+
+
+def expand(words: Sequence[str], multirun: bool, config_dir: str | None = None) -> list[list[str]]:
     """The overrides of each sweep, with those that ``experiment``, ``scale`` and ``zip`` stand for.
 
     ``experiment`` takes several names with commas between, or ``all``; ``scale`` is ``small`` by
-    default. Raises ConfigError for an unknown one, for keys that cannot be zipped, and without
-    ``-m``.
+    default. Those of the user's own in ``config_dir`` are left as they are. Raises ConfigError for
+    an unknown one, for keys that cannot be zipped, and without ``-m``.
     """
     values = {command_line.key(word): word.partition("=")[2] for word in words}
     if "zip" in values and not multirun:
@@ -233,6 +240,12 @@ def expand(words: Sequence[str], multirun: bool) -> list[list[str]]:
                 f"scale={values['scale']}: of which experiment? Add experiment=NAME (nmrun help experiment lists all)"
             )
         return rows(words)
+    chosen = values["experiment"].split(",")
+    if here := set(chosen) & set(own(config_dir)):
+        if others := [name for name in chosen if name not in here]:
+            theirs = f"{', '.join(sorted(here))} of --config-dir, {', '.join(others)} not"
+            raise ConfigError(f"experiment={values['experiment']}: {theirs}; give two commands")
+        return rows([w.lstrip("+") if command_line.key(w) == "experiment" else w for w in words])
     changes = [word for word in words if command_line.key(word) not in ("experiment", "scale")]
     sweeps = [
         sweep

@@ -3,6 +3,7 @@ that name."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -11,14 +12,14 @@ from typing import Any
 
 from nmrun.lab.keys import fields, options
 from nmrun.lab.keys.config import SOURCE, Config
-from nmrun.lab.runs.run_folder import FINAL, weights_in
+from nmrun.lab.runs.run_folder import FINAL, own_weights, weights_in
 from nmrun.lab.words import sources
 from nmrun.oneshot import METHODS
 from nmrun.ranges import value_text
 
 GROUPS = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "seed")
 SETTINGS = (*GROUPS, "init")  # what can change a result
-OF_COMMAND = {"output_dir", "resume", "force", "dry"}  # and not of the training
+OF_COMMAND = {"output_dir", "resume", "force", "dry", "detach"}  # and not of the training
 # where and how it runs, and what it reports
 IRRELEVANT = {
     "dataset": {"workers"},
@@ -102,12 +103,21 @@ def is_in_id(key: str) -> bool:
 
 def _weights_of(place: str) -> str:
     """The id of the run whose weights ``place`` names, wherever it lies, with the file unless that
-    is the last weights'; without a run, the text itself."""
+    is the last weights'; of a file of the user's own its SHA-256; without any, the text itself."""
+    if (own := own_weights(place)) is not None:
+        stat = own.stat()
+        return _sha256(own, stat.st_mtime_ns, stat.st_size)
     folder, name = weights_in(place)
     run = folder.result.get("id")
     if run is None:
         return str(Path(place).expanduser())
     return str(run) if name == FINAL else f"{run}/{name}"
+
+
+@functools.cache
+def _sha256(path: Path, changed: int, size: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def title(config: Config) -> str:

@@ -27,19 +27,21 @@ from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config, flatten
 from nmrun.lab.keys.options import NAMED
 from nmrun.lab.signals import of_interrupt
-from nmrun.lab.words import command_line, hydra_internals, rules, schema, suggestions
+from nmrun.lab.words import (
+    command_line,
+    composition,
+    hydra_internals,
+    rules,
+    schema,
+    suggestions,
+)
 from nmrun.lab.words.composition import RATIO, Cache, composing, of_groups, plain_errors
+from nmrun.lab.words.launchers import GROUP, LAUNCHERS, Launcher
 from nmrun.patterns import Pattern, PatternError
 from nmrun.ranges import Check, whole
 from nmrun.registry import no_such
 
 MOST_JOBS = 10_000  # of one command, since all are composed before the first one runs
-LAUNCHER = "hydra/launcher"
-# the extra of nmrun that a launcher comes with
-EXTRAS = {
-    **dict.fromkeys(("joblib", "submitit_local", "submitit_slurm"), "launchers"),
-    **dict.fromkeys(("ray", "ray_aws"), "ray"),
-}
 # of Hydra's own keys those that it takes with any value, and then fails
 HYDRAS = {
     "hydra.launcher.n_jobs": Check("1 or more, or -1 for all cores", lambda value: value != 0),
@@ -50,7 +52,6 @@ HYDRAS = {
         "values by key, such as {seed: '0,1'}", lambda value: isinstance(value, dict | None)
     ),
 }
-HERE = ("basic", "joblib", "submitit_local")  # launchers whose jobs run on this machine
 
 
 class Job(NamedTuple):
@@ -63,16 +64,27 @@ class Job(NamedTuple):
 @dataclass(frozen=True)
 class Command:
     """What a command line asks for: the overrides of each sweep, its jobs, each once, and the
-    launcher that runs them; ``basic`` is this process itself.
+    launcher that runs them, with what is ``known`` of it; ``basic`` is this process itself.
+    ``hydras``: whether Hydra launches them, since something is said to it.
     """
 
     sweeps: list[list[str]]
     jobs: list[Job]
     launcher: str
+    known: Launcher | None
+    hydras: bool
 
     @property
     def output_dir(self) -> str:
         return self.jobs[0].config.output_dir
+
+    @property
+    def queues(self) -> bool:
+        return self.known is not None and self.known.queues
+
+    @property
+    def detach(self) -> bool:
+        return self.jobs[0].config.detach
 
     @property
     def dry(self) -> bool:
@@ -94,17 +106,18 @@ def read(
     """
     if multirun and not all(sweeps):
         raise ConfigError("-m: it takes several values of a key, as in nmrun -m seed=0,1,2")
-    options.in_folder(config_dir)  # ConfigError where there is no such folder
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: no such folder")
     cache = {} if cache is None else cache
     problems: list[str] = []
     jobs: dict[tuple[str, ...], Job] = {}
-    launcher = "basic"
+    launcher, known, hydras = "basic", None, by_hydra(sweeps, config_dir)
     with composing(config_dir):
         for words in sweeps:
             try:
                 with plain_errors():
-                    sweep = _Sweep(words, multirun, problems)
-                    launcher = sweep.launcher
+                    sweep = _Sweep(words, multirun, hydras, problems)
+                    launcher, known = sweep.launcher, sweep.known
                     sweep.compose(jobs, cache)
             except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
                 named = isinstance(error, yaml.YAMLError) or getattr(error, "filename", None)
@@ -114,36 +127,51 @@ def read(
                 problems += error.problems
     if to_run and not problems:
         for job in jobs.values():
-            problems += rules.refusals(job.config.plain, launcher in HERE)
+            here = launcher == "basic" or (known is not None and known.here)
+            problems += rules.refusals(job.config.plain, here)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     if len({tuple(filter(command_line.is_hydras, words)) for words in sweeps}) > 1:
         raise ConfigError(
             "the sweeps of an experiment differ in words for Hydra: they have one launcher"
         )
-    return Command(list(sweeps), list(jobs.values()), launcher)
+    return Command(list(sweeps), list(jobs.values()), launcher, known, hydras)
 
 
 class _Sweep:
     """The words of one sweep, or of one run, while Hydra is initialized; mistakes are added to
     ``problems``."""
 
-    def __init__(self, words: list[str], multirun: bool, problems: list[str]) -> None:
+    def __init__(self, words: list[str], multirun: bool, hydras: bool, problems: list[str]) -> None:
         self.multirun, self.problems = multirun, problems
         # groups with a wrong option: their keys are not checked, since its default stands in
         self.unsure: set[str] = set()
         overrides, unreadable = command_line.parsed(words)
         self.problems += unreadable
         loader = GlobalHydra.instance().config_loader()
-        self.launcher, missing = _launcher(overrides, loader)
+        named = [str(o.value()) for o in overrides if o.key_or_group == GROUP]
+        self.launcher, missing = named[-1] if named else "basic", _refusedby_hydra(overrides)
+        missing += _not_here(self.launcher, loader)
+        self.known: Launcher | None = None
+        readable = multirun and hydras and not missing and not unreadable
+        # files may choose a launcher too, and add to what is swept
+        if readable and (settings := composition.sweep(overrides)):
+            self.launcher, self.known = settings.launcher, settings.known
+            overrides = [*settings.params, *overrides]
+            missing += _not_here(self.launcher, loader)
         if self.launcher != "basic" and not multirun and not missing:
-            missing.append(f"{LAUNCHER}={self.launcher}: launchers are for sweeps; add -m")
+            missing.append(f"launcher={self.launcher}: launchers are for sweeps; add -m")
+        for override in overrides:
+            group, _, leaf = override.key_or_group.rpartition(".")
+            if group == "hydra.launcher" and (self.launcher == "basic" or leaf == "jobs"):
+                how = suggestions.INSTEAD["--jobs"]
+                missing.append(f"{override.input_line}: no such key; {how}")
         self.problems += missing
         for_hydra = [o for o in overrides if o.key_or_group.startswith("hydra")]
         self.for_hydra = [override.input_line or "" for override in for_hydra]
         search_path = [word for word in self.for_hydra if word.startswith("hydra.searchpath")]
         if missing:  # then what is said to it is left out
-            left_out = (LAUNCHER, "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
+            left_out = (GROUP, "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
             self.for_hydra = [w for w in self.for_hydra if not w.startswith(left_out)]
         # the last word for a key counts
         written = {o.key_or_group: o for o in overrides if o not in for_hydra}
@@ -324,36 +352,35 @@ def _speaks_to_hydra(file: Path) -> bool:
     return "hydra" in content or any(name.startswith("hydra/") for name in chosen)
 
 
-def _launcher(overrides: Sequence[Override], loader: ConfigLoader) -> tuple[str, list[str]]:
-    """The launcher that is asked for, ``basic`` by default, and a line for what there is not."""
-    name, problems = "basic", []
+def _refusedby_hydra(overrides: Sequence[Override]) -> list[str]:
+    """A line for each word to Hydra that would do nothing here, or fail later."""
+    problems = []
     for override in overrides:
-        if override.key_or_group == "hydra/sweeper":
+        key, line = override.key_or_group, override.input_line
+        if key == "hydra/sweeper":
             problems.append(
-                f"{override.input_line}: nmrun -m has a sweeper of its own; nmrun tune searches settings"
+                f"{line}: nmrun -m has a sweeper of its own; nmrun tune searches settings"
             )
-        chdir = override.key_or_group == "hydra.job.chdir" and override.value() is True
-        if chdir or override.key_or_group in ("hydra.run.dir", "hydra.sweep.dir"):
-            problems.append(f"{override.input_line}: runs go to output_dir=...; leave it out")
-        if override.key_or_group == "hydra.mode":
-            problems.append(f"{override.input_line}: nmrun -m is what makes a sweep; leave it out")
-        takes = HYDRAS.get(override.key_or_group)
+        chdir = key == "hydra.job.chdir" and override.value() is True
+        if chdir or key in ("hydra.run.dir", "hydra.sweep.dir"):
+            problems.append(f"{line}: runs go to output_dir=...; leave it out")
+        if key == "hydra.mode":
+            problems.append(f"{line}: nmrun -m is what makes a sweep; leave it out")
+        takes = HYDRAS.get(key)
         if takes is not None and not takes.holds(override.value()):
-            problems.append(f"{override.input_line}: it takes {takes.allowed}")
-        if override.key_or_group != LAUNCHER:
-            continue
-        name, installed = str(override.value()), loader.get_group_options(LAUNCHER)
-        if name not in installed and name in EXTRAS:
-            problems.append(f"{LAUNCHER}={name} is not installed: {extra(EXTRAS[name])}")
-        elif name == "submitit_slurm" and shutil.which("srun") is None:
-            problems.append(
-                f"{LAUNCHER}={name}: there is no srun here; submitit_local does without"
-            )
-        elif name not in installed:
-            names = sorted({*installed, *EXTRAS})
-            problems.append(f"{LAUNCHER}={name}: {no_such(LAUNCHER, name, names)}")
-    for override in overrides:
-        group, _, leaf = override.key_or_group.rpartition(".")
-        if group == "hydra.launcher" and (name == "basic" or leaf == "jobs"):
-            problems.append(f"{override.input_line}: no such key; {suggestions.INSTEAD['--jobs']}")
-    return name, problems
+            problems.append(f"{line}: it takes {takes.allowed}")
+    return problems
+
+
+def _not_here(launcher: str, loader: ConfigLoader) -> list[str]:
+    """A line for a launcher that does not exist, is not installed, or has no cluster here."""
+    installed = loader.get_group_options(GROUP)
+    known = LAUNCHERS.get(launcher)
+    if known is None and launcher not in installed:
+        names = sorted({*installed, *LAUNCHERS})
+        return [f"launcher={launcher}: {no_such('launcher', launcher, names)}"]
+    if known is not None and known.plugin not in installed:
+        return [f"launcher={launcher} is not installed: {extra(known.extra)}"]
+    if known is not None and known.needs and shutil.which(known.needs) is None:
+        return [f"launcher={launcher}: there is no {known.needs} here; joblib needs no cluster"]
+    return []

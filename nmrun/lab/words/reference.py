@@ -1,6 +1,6 @@
-"""Help: ``nmrun --help``, and the meaning, values and default of every key.
+"""Help: ``nmrun --help``, which recipe to take, and the meaning, values and default of every key.
 
-The pages of keys are made from here too. No torch.
+The pages of keys and which-recipe.md are made from here too. No torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from nmrun.errors import ConfigError
 from nmrun.lab.keys import options as kinds
 from nmrun.lab.keys.fields import Field
 from nmrun.lab.keys.recipe_facts import recipe_facts
-from nmrun.lab.words.advice import ADVICE, BEGIN_WITH
 from nmrun.lab.words.suggestions import INSTEAD
 from nmrun.lab.words.suggestions import option as option_line
 from nmrun.ranges import value_text
@@ -29,11 +28,50 @@ from nmrun.registry import did_you_mean, no_such
 GROUPS = kinds.GROUPS
 WORDS = {  # words of a command that are no keys of a config
     "experiment": "experiment=NAME scale=smoke|small|paper: the runs of a paper's table or figure, a sweep (-m).",
+    "launcher": "launcher=joblib|slurm|ray: in a sweep (-m) jobs side by side; launcher.KEY= are its own settings.",
     "scale": "scale=smoke|small|paper: how large an experiment's runs are; default small.",
     "zip": "zip=KEY,KEY: in a sweep (-m) the values of these keys go together, not in all combinations.",
     "debug": "debug=fast: a few batches through everything, in seconds; no tracker; into outputs/.debug.",
     "recipe=custom": "recipe._target_=MODULE.CLASS: a recipe of your own; recipe=custom need not be said.",
 }
+
+# Which recipe to take for what one trains. It follows from the committed comparisons, so a change there
+# changes it here. For every task that no comparison has, in Markdown; links are relative to docs/.
+BEGIN_WITH = (
+    "From scratch take [S-STE](recipes/s_ste.md), in fine-tuning [SR-STE](recipes/sr_ste.md), "
+    "unless your task is in the picture or below."
+)
+# What one trains, and what to take.
+ADVICE = (
+    (
+        "images from scratch",
+        "under Adam [SdGf](recipes/sdgf.md) (`sdgf_stepwise`); under SGD SR-STE up to 1:4, then SdGf",
+    ),
+    (
+        "text from scratch",
+        "a language model: S-STE, with a tuned learning rate. Translation: [MdGf](recipes/mdgf.md) "
+        "(`mdgf_exponential`), or S-STE for far fewer multiplications",
+    ),
+    (
+        "a pretrained encoder, fine-tuned",
+        "[ASP](recipes/asp.md) at 2:4, the simplest; SR-STE or [STE](recipes/ste.md) from 1:4 on",
+    ),
+    (
+        "a trained language model, to be pruned",
+        "[SparseGPT](pruning.md), then [ASP with a dense teacher](results/retraining.md); "
+        "[AST](recipes/ast.md) at 1:4",
+    ),
+    (
+        "with nothing tuned",
+        "images under Adam: [STEP](recipes/step.md) with `recipe.switch=0.5`. [A language "
+        "model](results/step.md#short-runs-with-nothing-tuned): that STEP up to 1:4, S-STE at 1:16",
+    ),
+    (
+        "for thousands of steps",
+        "[images](results/step.md): STEP with `recipe.switch=0.5`, or SR-STE for fewer "
+        "multiplications. Text: S-STE",
+    ),
+)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import RUNNING_TEXT
 from nmrun.lab.keys.ranges import AS_DENSE, START
 from nmrun.lab.keys.recipe_facts import recipe_facts
-from nmrun.lab.runs.run_folder import weights_in
+from nmrun.lab.runs.run_folder import own_weights, weights_in
 from nmrun.patterns import Pattern, PatternError, written
 from nmrun.recipes import RECIPES
 
@@ -28,7 +28,7 @@ PACKAGES = {
     "track=tensorboard": ("tensorboard", "tensorboard"),
     "track=mlflow": ("mlflow", "mlflow"),
     "model=timm": ("timm", "timm"),
-    "dataset=hub_text": ("datasets", "texts"),
+    **dict.fromkeys(("dataset=hub_text", "dataset=labelled_text"), ("datasets", "texts")),
     **dict.fromkeys(
         ("model=hf_encoder", "model=hf_gpt2", "model=hf_causal"), ("transformers", "transformers")
     ),
@@ -174,6 +174,12 @@ def _wrong_training(facts: Facts) -> Iterator[str]:
                 f"trainer.average={trainer['average']}: there are "
                 f"trainer.epochs={trainer['epochs']} to average over"
             )
+    if facts.valid("trainer.patience") and trainer["patience"] is not None:
+        patience = f"trainer.patience={trainer['patience']}"
+        if facts.valid("trainer.average") and trainer["average"] > 1:
+            yield f"{patience}: trainer.average={trainer['average']} needs to know the last epochs"
+        if facts.valid("trainer.evaluate") and trainer["evaluate"] == "dense":
+            yield f"{patience}: with trainer.evaluate=dense no evaluation is the best"
     if facts.valid("dataset.val_fraction", "dataset.test_fraction") and "_target_" not in dataset:
         val, test = dataset.get("val_fraction", 0), dataset.get("test_fraction", 0)
         if val + test >= 1:
@@ -209,7 +215,9 @@ def refusals(plain: dict[str, Any], on_this_machine: bool = True) -> Iterator[st
     """
     custom = {group for group in ("dataset", "model") if "_target_" in plain[group]}
     for group in ("dataset", "model", "recipe"):
-        yield from _unknown_package(group, plain[group].get("_target_"))
+        yield from _unknown_package(f"{group}._target_", plain[group].get("_target_"))
+    for group in ("optimizer", "schedule"):
+        yield from _unknown_package(f"{group}.target", plain[group].get("target"))
     yield from _not_installed(plain)
     yield from _no_teacher(plain)
     if on_this_machine:
@@ -225,13 +233,13 @@ def refusals(plain: dict[str, Any], on_this_machine: bool = True) -> Iterator[st
         yield from _needs_gpu(plain["trainer"])
 
 
-def _unknown_package(group: str, target: Any) -> Iterator[str]:
+def _unknown_package(key: str, target: Any) -> Iterator[str]:
     package = str(target).partition(".")[0]
     if target is None or (Path.cwd() / f"{package}.py").exists() or Path(package).is_dir():
         return
     if package not in sys.modules and importlib.util.find_spec(package) is None:
         yield (
-            f"{group}._target_={target} cannot be imported: there is no {package}.py here and no "
+            f"{key}={target} cannot be imported: there is no {package}.py here and no "
             f"such package installed; PYTHONPATH=FOLDER lets nmrun look in another folder"
         )
 
@@ -251,7 +259,7 @@ def _no_weights(plain: dict[str, Any]) -> Iterator[str]:
         folder, name = weights_in(place)
         # a recipe takes any file, of a run or not
         taken = key.startswith("recipe.") and Path(place).expanduser().is_file()
-        if not taken and (why := folder.without(name)):
+        if not (taken or own_weights(place)) and (why := folder.without(name)):
             yield f"{key}={place}: {why}"
 
 

@@ -25,7 +25,11 @@ from nmrun import registry
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import SOURCE, Config
 
-OWN = ("dataset", "model", "recipe")  # groups that may have something of the user's own
+# groups that may have something of the user's own, and the key that names it
+OWN = {
+    **dict.fromkeys(("dataset", "model", "recipe"), "_target_"),
+    **dict.fromkeys(("optimizer", "schedule"), "target"),
+}
 INSTALLED = {"site-packages", "dist-packages"}
 DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 Definition = tuple[str, str]  # a module and a name in it; of ``*`` all names
@@ -36,9 +40,9 @@ _read: dict[str, tuple[object, list[ast.stmt]]] = {}  # by module, with the impo
 def targets(plain: Mapping[str, Any]) -> dict[str, str]:
     """By group, the dotted path of what a config uses from outside nmrun."""
     paths = {}
-    for group in OWN:
+    for group, key in OWN.items():
         content = plain.get(group, {})
-        name, path = str(content.get("name")), content.get("_target_")
+        name, path = str(content.get("name")), content.get(key)
         if path is None and name in options.points(group):
             path = options.kind(group, name).builder
         if path is not None and str(path).partition(".")[0] != "nmrun":

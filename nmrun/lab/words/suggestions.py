@@ -42,6 +42,7 @@ ELSEWHERE = {
         "gradient_accumulation", "gradient_accumulation_steps", "grad_accum", "accumulate_grad_batches",
     ),
     "trainer.clip": ("grad_clip", "clip_grad", "max_grad_norm", "gradient_clip_val"),
+    "trainer.patience": ("early_stopping", "early_stop"),
     "trainer.average": ("ema", "model_ema", "swa"),
     "dataset.workers": ("num_workers",),
     "dataset.resolution": ("image_size", "imgsz", "img_size", "input_size"),
@@ -67,17 +68,17 @@ TABLE = {
     "remove the run's folder; nmrun status lists them": "delete remove clean",
     "track=wandb track.mode=online logs to W&B, after wandb login": "login sync wandb",
     "--config-dir FOLDER adds your configs: FOLDER/model/mine.yaml is model=mine": "init cp new create --config config=",
-    "for jobs side by side write -m hydra/launcher=joblib hydra.launcher.n_jobs=4": "--jobs -j --n-jobs --parallel jobs= n_jobs=",
+    "for jobs side by side write -m launcher=joblib launcher.n_jobs=4": "--jobs -j --n-jobs --parallel jobs= n_jobs=",
     "debug=fast is a run of seconds": "debug --debug",
     "force=true makes a finished run anew": "--overwrite -f overwrite=",
     "a run folder is named by its settings; track.project=NAME is W&B's": "--name --project name= exp_name= run_name= experiment_name=",
     "the data set decides on it": "num_classes= n_classes= classes= in_chans= in_channels= vocab_size=",
-    "there is no early stopping; results have the best weights by validation too": "patience= early_stopping=",
-    "init=RUN begins with the weights of a run; timm and hf_encoder have pretrained ones": "pretrained=",
+    "a class by its path is optimizer=custom optimizer.target=torch.optim.NAdam, and schedule=custom likewise": "_target_=",
+    "model.pretrained=true for torchvision's and timm's; init=RUN or FILE begins with other weights": "pretrained=",
     "model=hf_encoder model.pretrained=bert-base-uncased, with dataset=glue": "model=bert model=roberta model=distilbert model=deberta",
     "model=hf_causal model.pretrained=NAME, with a data set of running text": "model=llama model=opt model=mistral model=qwen model=phi model=pythia",
     "model=timm model.name_in_timm=NAME has timm's networks": "model=torchvision model=efficientnet model=convnext",
-    "dataset=text has plain texts, dataset=hub_text those of a hub; a table takes a task of your own": "dataset=csv dataset=json dataset=jsonl",
+    "texts with labels are dataset=labelled_text, plain ones dataset=text, those of a hub dataset=hub_text": "dataset=csv dataset=json dataset=jsonl",
     "dataset=image_folder dataset.path=FOLDER": "dataset=folder dataset=images",
     "dataset=hub_text dataset.path=NAME": "dataset=huggingface dataset=hf",
     "name them, with commas: -m recipe=dense,asp,sr_ste": "recipe=all",
@@ -210,8 +211,8 @@ def option(group: str, name: str, names: Collection[str]) -> str:
     own = [each for each in names if each not in known]
     listing = no_such(group, name, [*own, *known], f"nmrun help {group}")
     line = f"{group}={name}: {listing}"
-    more = "; nmrun.sparsify takes any in your own loop" if group == "optimizer" else ""
-    return line + more
+    by_path = f"; any other is {group}=custom {group}.target=PATH.OF.CLASS"
+    return line + (by_path if group in ("optimizer", "schedule") else "")
 
 
 def owners(group: str, leaf: str) -> list[str]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from runs import TINY, result_of, signal_after
 
 import nmrun
+from nmrun import recipes
 from nmrun.errors import ConfigError
+from nmrun.lab.api import runs
 from nmrun.lab.words import sources
 
 RECIPE = """from dataclasses import dataclass
@@ -146,3 +150,55 @@ def test_a_class_of_a_notebook_that_was_redefined_is_told(monkeypatch, capsys):
         assert "__main__.Step changed" in capsys.readouterr().err
     finally:
         del main.Step
+
+
+# --- a recipe as an object ------------------------------------------------------------------------
+
+
+def asked(recipe: object) -> list[str]:
+    return runs.parse(None, {"recipe": recipe}, multirun=False)[0]
+
+
+def test_an_object_or_a_class_is_what_its_config_says():
+    my_step = importlib.import_module("my_step")
+    path = "recipe._target_=my_step.Step"
+    assert asked(my_step.Step) == asked(my_step.Step()) == [path]
+    assert asked(my_step.Step(t_max=0.25)) == [path, "recipe.t_max=0.25"]
+    assert asked(recipes.STEP()) == ["recipe=step"]
+    assert asked(recipes.SRSTE(decay=0.5)) == ["recipe=sr_ste", "recipe.decay=0.5"]
+
+
+def test_an_object_that_no_config_can_say_is_refused_in_a_line():
+    my_step = importlib.import_module("my_step")
+    old = my_step.Step()
+    edit("my_step", "t_max: float = 0.5", "t_max: float = 0.9")
+
+    @dataclass
+    class Inside(recipes.SRSTE):
+        pass
+
+    new, marked = sys.modules["my_step"].Step(t_max=torch.ones(2)), recipes.SRSTE()
+    marked.beside = 3
+    for recipe, says in (
+        (old, "make the recipe anew after a change"),
+        (Inside(), "define it outside of functions"),
+        (new, "recipe.t_max: a Tensor: it takes a number"),
+        (marked, "beside: no field"),
+        (int, "not a subclass of nmrun.recipes.base.Recipe"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(says)) as caught:
+            asked(recipe)
+        assert len(caught.value.problems) == 1
+
+
+@pytest.mark.slow
+def test_an_object_s_run_is_that_of_its_class(capsys):
+    words = [word for word in WORDS if word != "recipe=step"]
+    my_step = importlib.import_module("my_step")
+    run = nmrun.run(words, model="mlp", recipe=my_step.Step(t_max=0.25))
+    assert source_of(run) == sources.source("my_step.Step")
+    again = nmrun.run([*words, "recipe._target_=my_step.Step", "recipe.t_max=0.25"], model="mlp")
+    assert (again.status, again.folder) == ("skipped", run.folder)
+    edit("my_step", "t_max: float = 0.5", "t_max: float = 0.4")
+    nmrun.run(words, model="mlp", recipe=sys.modules["my_step"].Step(t_max=0.25))
+    assert "that was before my_step.Step changed" in capsys.readouterr().err

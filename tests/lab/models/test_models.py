@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import one_line
 from runs import config
 from torch import Tensor, nn
 
@@ -282,3 +283,47 @@ def test_a_builder_of_one_s_own_may_have_defaults(takes, tmp_path, monkeypatch):
     assert models.build({**named, "width": 5}, inputs).out_features == 5
     with pytest.raises(ConfigError, match="is made from shape and classes, where this data set"):
         models.build(named, {"vocabulary": 9})
+
+
+@pytest.mark.slow
+def test_pretrained_networks_keep_all_but_the_head(tmp_path, monkeypatch):
+    """The weights lie where both libraries look first, and nothing is downloaded."""
+    import torchvision
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    place = tmp_path / "hub" / "checkpoints"
+    place.mkdir(parents=True)
+    state = torchvision.models.resnet18().state_dict()
+    torch.save(state, place / "resnet18-f37072fd.pth")
+    inputs = {"shape": (3, 96, 96), "classes": 10}
+    model = models.build(options("resnet18", pretrained=True), inputs)
+    for name, tensor in model.state_dict().items():
+        if name.startswith("fc."):
+            assert tensor.shape[0] == 10
+        else:
+            assert torch.equal(tensor, state[name]), name
+    refused = [({"form": "cifar"}, 3, 96), ({}, 1, 96), ({}, 3, 32)]
+    for changed, channels, side in refused:
+        with one_line(ConfigError, "are for coloured images and model.form=imagenet"):
+            settings = options("resnet18", pretrained=True, **changed)
+            models.build(settings, {"shape": (channels, side, side), "classes": 10})
+
+    def no_network(*_: object, **__: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr("torch.hub.download_url_to_file", no_network)
+    with one_line(ConfigError, r"mobilenet_v2-7ebf99e0.pth cannot be downloaded to .*checkpoints"):
+        models.build(options("mobilenet_v2", pretrained=True), inputs)
+
+
+@pytest.mark.slow
+def test_pretrained_networks_of_timm(tmp_path):
+    timm = pytest.importorskip("timm")
+    state = timm.create_model("resnet10t").state_dict()
+    torch.save(state, tmp_path / "w.pth")
+    overlay = {"pretrained_cfg_overlay": {"file": str(tmp_path / "w.pth")}}
+    settings = options("timm", name_in_timm="resnet10t", options=overlay, pretrained=True)
+    model = models.build(settings, {"shape": (3, 64, 64), "classes": 10})
+    for name, tensor in model.state_dict().items():
+        if not name.startswith("fc."):
+            assert torch.equal(tensor, state[name]), name

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,14 @@ def test_what_a_job_says_goes_to_its_log(tmp_path, capfd):
     with output.logged(tmp_path / "nowhere" / "log"):
         print("six")
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_job_that_reads_of_a_signal_ends_by_it(tmp_path):
+    """Ray's workers may be on another host, where no signal comes to."""
+    former = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), workers.ends_by_record(tmp_path):
+        sweep.note_signal(tmp_path, signal.SIGINT)
+        time.sleep(30)
+    with workers.ends_by_record(tmp_path / "another"):
+        pass
+    assert signal.getsignal(signal.SIGTERM) == former

@@ -25,13 +25,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
-from runs import result_of
+from lazily import needs
+from runs import TINY, at_work, config, finished, mistakes, result_of
 
-from nmrun.errors import ConfigError, RunError
+from nmrun.errors import ConfigError
 from nmrun.lab import cli, output
 from nmrun.lab.folders import sweep
 from nmrun.lab.runs import locks
-from nmrun.lab.sweeps import jobs
+from nmrun.lab.sweeps import jobs, sweeper
 from nmrun.lab.sweeps.sweeper import NMSweeper
 from nmrun.lab.train import checkpoint
 from nmrun.lab.words import command_line, experiment, hydra_internals
@@ -468,34 +469,65 @@ def started(folder: Path, line: str) -> subprocess.Popen[str]:
 # --- the sweeper ----------------------------------------------------------------------------------
 
 
-def test_the_sweeper_takes_zip_and_experiments(tmp_path, monkeypatch):
-    """As the record of the command line has them, which has expanded them."""
-    monkeypatch.setenv(sweep.SWEEP, str(tmp_path))
-    (tmp_path / "own.yaml").write_text(EXPERIMENT.format(extra=""))
-    monkeypatch.chdir(tmp_path)
+def test_the_sweeper_launches_in_batches():
+    words = [["seed=3", "recipe=ste"], ["seed=3", "recipe=asp"]]
+    sweeper.register(words)
+    assert NMSweeper(None).split_arguments([], None) == [words]
+    assert NMSweeper(1).split_arguments([], 1) == [words[:1], words[1:]]
 
-    def jobs(*words, size=None):
-        plugin = NMSweeper(size, {"seed": "3"})
-        plugin.hydra_context = SimpleNamespace(config_loader=None)
-        sweep.begin(tmp_path, 2, "nmrun", "out", experiment.expand(words, multirun=True))
-        return plugin.split_arguments(OverridesParser.create().parse_overrides(["seed=3"]), size)
 
-    words = ("recipe=ste,asp", "trainer.epochs=1,2", "zip=recipe,trainer.epochs")
-    assert jobs(*words) == [
-        [["seed=3", "recipe=ste", "trainer.epochs=1"], ["seed=3", "recipe=asp", "trainer.epochs=2"]]
+@pytest.mark.parametrize("place", ["the line", "a file"])
+def test_the_jobs_of_hydra_s_params_are_counted(place, launches, tmp_path):
+    """They may stand in a file of one's own too, and are checked like any other."""
+    params = "hydra.sweeper.params={trainer.epochs: '1,2'}"
+    (tmp_path / "mine" / "debug").mkdir(parents=True)
+    file = "# @package _global_\nhydra: {sweeper: {params: {trainer.epochs: '1,2'}}}\n"
+    (tmp_path / "mine" / "debug" / "two.yaml").write_text(file)
+    words = [params] if place == "the line" else ["--config-dir", "mine", "debug=two"]
+    (every,) = launches(*words, "seed=0,1,2")
+    assert sorted((job["trainer.epochs"], job["seed"]) for job in every) == [
+        (epochs, seed) for epochs in (1, 2) for seed in (0, 1, 2)
     ]
-    assert jobs(*words, size=1) == [[job] for job in jobs(*words)[0]]
-    (all_at_once,) = jobs("experiment=own.yaml", "scale=smoke")
-    assert len(all_at_once) == 6
-    assert all_at_once[-1] == ["seed=1", "recipe=dense", "debug=fast"]
-
-
-def test_the_jobs_of_hydra_s_params_are_counted(launches, tmp_path):
-    """They may stand in a file of one's own too, which the command line's words do not show."""
-    (every,) = launches("hydra.sweeper.params={trainer.epochs: '1,2'}", "seed=0,1,2")
-    assert len(every) == 6
     (folder,) = (path.parent for path in tmp_path.rglob(sweep.HEAD))
     assert sweep.read(folder).jobs == 6
+    problems = mistakes([params.replace("'1,2'", "'1,x'"), "seed=0,1"], multirun=True)
+    assert problems == ["trainer.epochs=x: it takes a whole number, 1 or more"]
+
+
+@needs("launchers", "hydra_plugins.hydra_joblib_launcher")
+def test_what_is_done_never_comes_to_a_launcher(tmp_path, monkeypatch, capsys):
+    """Neither finished runs nor those that another process has; and no launcher starts for nothing."""
+    from hydra_plugins.hydra_joblib_launcher.joblib_launcher import JoblibLauncher
+
+    launched: list[list[list[str]]] = []
+
+    def launch(_: object, every: list[list[str]], initial_job_idx: int) -> list[object]:
+        launched.append(every)
+        return []
+
+    monkeypatch.setattr(JoblibLauncher, "launch", launch)
+    words = [*TINY, "trainer.epochs=1", "trainer.limit_batches=1", "model.channels=[4,4,4]"]
+    finished(config(tmp_path, *words, "seed=0"))
+    other = run_folder(config(tmp_path, *words, "seed=1"))
+    other.mkdir(parents=True)
+
+    def sweep(seeds: str, *more: str) -> str:
+        command = ["nmrun", "-m", "launcher=joblib", *words, f"output_dir={tmp_path}", *more]
+        monkeypatch.setattr(sys, "argv", [*command, f"seed={seeds}"])
+        launched.clear()
+        cli.main()
+        return capsys.readouterr().out
+
+    with at_work(other):
+        said = sweep("0,1,2")
+        assert [[word for word in job if "seed" in word] for job in launched[0]] == [["seed=2"]]
+        assert "[2/3] seed=0: finished already, accuracy" in said
+        assert "[3/3] seed=1: running: another process is at work" in said
+        assert "sweep of 3: 1 skipped, 1 running in another process, 1 not reached" in said
+        assert "1 skipped, 1 running" in sweep("0,1")
+        assert launched == []
+    sweep("0,1", "force=true")
+    assert len(launched[0]) == 2
 
 
 def test_hydra_s_own_classes_are_left_alone():
@@ -506,7 +538,6 @@ def test_hydra_s_own_classes_are_left_alone():
 
 
 def test_the_jobs_are_those_that_were_checked(launches, tmp_path):
-    """The sweeper reads them from the record."""
     (jobs,) = launches("recipe=ste", "sparsity=2:4,1:4", "seed=0,1", "zip=sparsity,seed")
     (record,) = (tmp_path / "out" / ".sweeps").glob("*/sweep.json")
     rows = [
@@ -683,23 +714,3 @@ def test_a_record_is_read_as_it_stands(tmp_path):
         ]
         for line in ends:
             line["status"] = "changed"
-
-
-@pytest.mark.parametrize("submitted", [False, True])
-def test_what_a_queue_refuses_is_not_told_as_a_lost_job(submitted, tmp_path, monkeypatch):
-    errors = pytest.importorskip("submitit.core.utils", reason="needs submitit")
-    folder = tmp_path / ".sweeps" / "one"
-    folder.mkdir(parents=True)
-    record(folder, NOW, 2, [])
-    if submitted:
-        (folder / ".submitit" / "7").mkdir(parents=True)
-        (folder / ".submitit" / "7" / "7_submitted.pkl").touch()
-
-    def launch(flags: list[str], overrides: list[str]) -> int:
-        raise errors.FailedJobError("sbatch: error: invalid partition specified: nope")
-
-    monkeypatch.setattr(jobs, "_launch", launch)
-    with pytest.raises(RunError, match="invalid partition") as caught:
-        jobs._launch_side_by_side(folder, "submitit_slurm", [], [])
-    assert ("no job was submitted" in str(caught.value)) is not submitted
-    assert ("Others may go on" in str(caught.value)) is submitted

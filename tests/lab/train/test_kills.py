@@ -171,6 +171,20 @@ def test_a_job_of_submitit_that_is_killed(tmp_path):
     assert "nmrun status --watch" in output
 
 
+@needs("ray", "ray", "hydra_plugins.hydra_ray_launcher")
+def test_control_c_of_a_sweep_by_ray(tmp_path):
+    """Each job saves its run, and the same command goes on with them."""
+    words = ("-m", "launcher=ray", "+launcher.ray.init.num_cpus=2", "seed=0,1", "track=local")
+    with sweep_in_session(tmp_path, *words, "trainer.epochs=500", "trainer.log_every=1") as sweep:
+        until(lambda: len(rows_of(tmp_path)) == 2 and min(rows_of(tmp_path).values()) > 10)
+        os.killpg(sweep.pid, signal.SIGINT)
+        assert sweep.wait(60) == 130
+    output = (tmp_path / "log").read_text()
+    assert "Traceback" not in output, output
+    results = [result_of(path.parent) for path in tmp_path.rglob("result.json")]
+    assert [result["status"] for result in results] == ["interrupted"] * 2
+
+
 @needs("launchers", "hydra_plugins")
 def test_control_c_while_workers_start(tmp_path):
     """They end without a traceback, and no run begins."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from runs import config, rows
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError, RunError
@@ -21,6 +22,7 @@ from nmrun.lab.train import build, checkpoint, runner, steps
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.train.optimizers import schedule_factor
+from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.words.identity import run_folder
 from nmrun.lab.words.schema import Config
 from nmrun.sparsity import nm_mask
@@ -333,6 +335,34 @@ def test_evaluations_by_steps(tmp_path, monkeypatch):
     runner.run(short, run_folder(short))
     files = (run_folder(cfg) / "best.safetensors", run_folder(short) / "model.safetensors")
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_patience_counts_evaluations_of_sparse_weights(tmp_path, monkeypatch):
+    """After each 3 of 24 steps, dense until step 7: the best are those of steps 9 and 15. The run ends
+    with the weights of its step 21."""
+    scores = iter([0.9, 0.8, 0.5, 0.4, 0.6, 0.6, 0.1, 0.9] * 2)
+    monkeypatch.setattr(
+        Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": next(scores)}
+    )
+    words = ["recipe=step", "recipe.switch=0.3", "trainer.epochs=8", "trainer.test=false"]
+    cfg = config(tmp_path, *words, "trainer.patience=2")
+    result = runner.run(cfg, run_folder(cfg))
+    assert (result["steps"], result["metrics"]["best"]["step"]) == (21, 15)
+    (event,) = [each for each in result["events"] if each["kind"] == "early"]
+    assert event["step"] == 21
+    scores = iter([0.5] * 9)
+    whole = config(tmp_path, *words)
+    ends = {}
+    original = TrainingSteps.train_step
+
+    def recorded(steps, *args, **kwargs):
+        original(steps, *args, **kwargs)
+        ends[steps.step] = steps.strategy.final_state_dict()
+
+    monkeypatch.setattr(TrainingSteps, "train_step", recorded)
+    runner.run(whole, run_folder(whole))
+    saved = load_file(run_folder(cfg) / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in ends[21].items())
 
 
 @pytest.mark.parametrize("length", [2, 7, 12])

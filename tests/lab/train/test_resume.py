@@ -141,6 +141,19 @@ def test_killed_with_evaluations_and_a_length_in_steps(owner, name, call, tmp_pa
     assert outcome(cfg) == alone
 
 
+@pytest.mark.parametrize("calls", [[3], [7], [4, 3, 1]])
+def test_killed_where_patience_ends_the_run(calls, tmp_path, monkeypatch):
+    """It looks every second step, and step 4 is the best: it has seen enough at step 8."""
+    monkeypatch.setattr(Evaluation, "_is_best", lambda self, row: self.steps.step <= 4)
+    monkeypatch.setattr(checkpoint.CheckpointClock, "due", lambda _: True)
+    words = ("ste", "trainer.eval_every=2steps", "trainer.patience=2")
+    alone, cfg = outcome(make(tmp_path / "alone", *words)), make(tmp_path, *words)
+    assert [row["step"] for row in alone.rows if "eval/loss" in row] == [2, 4, 6, 8]
+    for call in calls:
+        kill(cfg, TrainingSteps, "train_step", call)
+    assert outcome(cfg) == alone
+
+
 @pytest.mark.parametrize("recipe", ["asp", "step"])
 def test_killed_again_and_again(recipe, tmp_path):
     cfg = make(tmp_path, recipe)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from runs import config
+from errors import one_line
+from runs import config, kill, rows
 from torch import nn
 from torchvision.models.swin_transformer import SwinTransformerBlockV2
 
+from nmrun.errors import ConfigError
 from nmrun.lab import models
+from nmrun.lab.train import runner
 from nmrun.lab.train.optimizers import is_matrix, optimizer_of, schedule_factor, scheduled
+from nmrun.lab.train.steps import TrainingSteps
+from nmrun.lab.words.identity import run_folder
 
 GPT = {"vocabulary": 20, "context": 8}
 IMAGES = {"shape": (1, 8, 8), "classes": 10}
@@ -154,3 +160,103 @@ def test_cycles_are_the_schedule_again_and_again(cycles, total):
     assert factor(total + 5) == pytest.approx(0.1)
     # with two cycles, the step at which ASP prunes is the first of the second
     assert cycles != 2 or factor(round(0.5 * total)) == factor(0)
+
+
+# the run: 12 steps, 3 an epoch
+SCHEDULES = [
+    ("StepLR", {"step_size": 2, "gamma": 0.5}, "epoch"),
+    ("MultiStepLR", {"milestones": [4, 7]}, "step"),
+    ("CosineAnnealingLR", {"eta_min": 0.001}, "step"),
+    ("OneCycleLR", {"max_lr": 0.3, "cycle_momentum": False}, "step"),
+    ("CyclicLR", {"base_lr": 0.01, "max_lr": 0.2, "step_size_up": 3}, "epoch"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "interval"), SCHEDULES, ids=lambda each: str(each))
+def test_a_schedule_of_torch_s_gives_its_rates_also_to_a_run_that_was_killed(
+    name, arguments, interval, tmp_path
+):
+    """Beside the schedule itself, which steps an optimizer of torch's once an interval."""
+    length = {"CosineAnnealingLR": {"T_max": 12}, "OneCycleLR": {"total_steps": 12}}.get(name, {})
+    arguments = {**arguments, **({"cycle_momentum": False} if name == "CyclicLR" else {})}
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.02)
+    schedule = getattr(torch.optim.lr_scheduler, name)(optimizer, **arguments, **length)
+    expected = []
+    for step in range(12):
+        expected.append(optimizer.param_groups[0]["lr"])
+        if interval == "step" or step % 3 == 2:
+            optimizer.step()
+            schedule.step()
+    written = str(arguments).replace("'", "")
+    cfg = config(
+        tmp_path, "recipe=sr_ste", "optimizer=sgd", "optimizer.lr=0.02", "schedule=custom",
+        f"schedule.target=torch.optim.lr_scheduler.{name}", f"schedule.options={written}",
+        f"schedule.interval={interval}", "trainer.log_every=1",
+    )  # fmt: skip
+    kill(cfg, TrainingSteps, "train_step", 5)
+    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
+    rates = [row["lr"] for row in rows(run_folder(cfg)) if "lr" in row]
+    assert rates == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_rate_that_falls_at_milestones():
+    options = {"name": "multistep", "warmup": 0.1, "milestones": [0.5, 0.75], "gamma": 0.1}
+    factor = scheduled(options, 1.0, 20)
+    expected = [0.5, 1.0, *[1.0] * 8, *[0.1] * 5, *[0.01] * 5]
+    assert [factor(step) for step in range(20)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("torch.optim.lr_scheduler.ReduceLROnPlateau", "follows a metric: it takes one that"),
+        ("torch.optim.lr_scheduler.StepLR", r"StepLR.* missing 1 required .*step_size"),
+        ("torch.optim.SGD", "is no torch.optim.lr_scheduler.LRScheduler"),
+        ("torch.optim.lr_scheduler.NoSuch", "cannot be imported"),
+    ],
+)
+def test_what_is_no_schedule_of_the_step_is_refused(target, message):
+    options = {"name": "custom", "target": target, "options": None, "interval": "step"}
+    with one_line(ConfigError, message):
+        scheduled(options, 0.1, 10)
+
+
+def test_an_optimizer_by_its_class(tmp_path):
+    """NAdam with a keyword of its own, by its groups, moves the weights as torch's; Rprop knows no
+    weight decay. Resumed after a kill, the run has the same bits."""
+    words = ("recipe=sr_ste", "optimizer=custom", "optimizer.lr=0.02")
+    for target, more in (
+        ("torch.optim.NAdam", ("optimizer.options={momentum_decay: 0.1}",)),
+        ("torch.optim.Rprop", ()),
+    ):
+        cfg = config(tmp_path / "a", *words, f"optimizer.target={target}", *more)
+        twin = config(tmp_path / "b", *words, f"optimizer.target={target}", *more)
+        kill(cfg, TrainingSteps, "train_step", 5)
+        for each in (cfg, twin):
+            assert runner.run(each, run_folder(each))["status"] == "finished"
+        ends = [(run_folder(each) / "model.safetensors").read_bytes() for each in (cfg, twin)]
+        assert ends[0] == ends[1]
+    network = models.build(twin.model.mapping(), {"shape": (1, 8, 8), "classes": 10})
+    options = dataclasses.replace(
+        config(tmp_path, *words, "optimizer.target=torch.optim.NAdam").optimizer,
+        options={"momentum_decay": 0.1}, weight_decay=0.5, decay="matrices",
+    )  # fmt: skip
+    made = optimizer_of(options, network)
+    assert type(made) is torch.optim.NAdam
+    assert [g["weight_decay"] for g in made.param_groups] == [0.5, 0.0]
+    assert {g["momentum_decay"] for g in made.param_groups} == {0.1}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("optimizer.target=torch.nn.Linear",), "is no torch.optim.Optimizer"),
+        (("optimizer.target=torch.optim.Rprop", "optimizer.weight_decay=0.1"), "weight_decay"),
+        (("optimizer.target=torch.optim.NAdam", "optimizer.options={beta: 1}"), "'beta'"),
+        (("optimizer.target=torch.optim.LBFGS",), "LBFGS"),
+    ],
+)
+def test_what_is_no_such_optimizer_is_refused(words, message, tmp_path):
+    cfg = config(tmp_path, "recipe=sr_ste", "optimizer=custom", *words)
+    with one_line(ConfigError, message):
+        runner.run(cfg, run_folder(cfg))

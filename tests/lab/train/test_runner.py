@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from errors import one_line
 from omegaconf import OmegaConf
 from runs import KINDS, at_work, config, kill, result_of, rows, signal_after
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sklearn import datasets
 from torch.nn import functional
 
@@ -332,6 +333,48 @@ def test_the_run_that_another_began_with_may_be_moved_meanwhile(tmp_path, monkey
     assert RunFolder(folder).finished() is not None
 
 
+@pytest.mark.parametrize("form", ["plain.safetensors", "plain.pt", "of_ddp.pth", "checkpoint.bin"])
+def test_weights_of_one_s_own(form, tmp_path):
+    """A run that begins with them and learns nothing ends with them; other values are another run."""
+    words = ("recipe=dense", "optimizer.lr=1e-30", f"init={tmp_path / form}")
+    ids = set()
+    for fill in (0.25, 0.5):
+        network = models.build(
+            config(tmp_path, "recipe=dense").model.mapping(), {"shape": (1, 8, 8), "classes": 10}
+        )
+        state = {name: torch.full_like(t, fill) for name, t in network.state_dict().items()}
+        if form == "plain.safetensors":
+            save_file(state, tmp_path / form)
+        else:
+            ddp = {f"module.{name}": tensor for name, tensor in state.items()}
+            saved = {"of_ddp.pth": ddp, "checkpoint.bin": {"epoch": 3, "state_dict": state}}
+            torch.save(saved.get(form, state), tmp_path / form)
+        cfg = config(tmp_path, *words)
+        assert run(cfg)["status"] == "finished"
+        ids.add(run_folder(cfg).name)
+        ended = load_file(run_folder(cfg) / "model.safetensors")
+        assert all(torch.equal(ended[name], tensor) for name, tensor in state.items())
+    assert len(ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        (b"", "cannot be read"),
+        ([1, 2], "has no state dict"),
+        ({"stem.weight": torch.zeros(3)}, r"another network than this run's"),
+    ],
+)
+def test_a_file_without_such_weights_is_refused(saved, message, tmp_path):
+    place = tmp_path / "mine.pt"
+    if isinstance(saved, bytes):
+        place.write_bytes(saved)
+    else:
+        torch.save(saved, place)
+    with one_line(ConfigError, f"init=.*mine.pt.*{message}"):
+        run(config(tmp_path, "recipe=dense", f"init={place}"))
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -341,6 +384,7 @@ def test_the_run_that_another_began_with_may_be_moved_meanwhile(tmp_path, monkey
         ("recipe=ste sparsity=1:128", "8 inputs are not a multiple of 128"),
         ("recipe=ste sparsity.overrides={nosuch:1:8}", "'nosuch' matches no layer's whole name"),
         ("recipe=ste sparsity.overrides={inner.1:3:7}", "8 inputs are not a multiple of 7"),
+        ("recipe=maskllm trainer.patience=2", "maskllm is N:M at its last step alone"),
         ("recipe=sdgf_stepwise sparsity=3:8", "M / N is not a power of two"),
         ("recipe=sdgf_geometric sparsity=1:8", "coarsest pattern 2:16"),
         ("recipe=ste trainer.batch_size=5000", "training images"),

@@ -4,6 +4,8 @@ way.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import re
@@ -38,7 +40,7 @@ WANDB = {
     "track": {
         **{"name": "wandb", "project": "nmrun", "entity": None, "mode": "offline", "group": None},
         **{"tags": ["mine"], "also": [], "notes": "a note"},
-        **{"git": False, "console": False, "system": False},
+        **{"git": False, "console": False, "system": False, "weights": False},
     },
     "answer": 42,
 }
@@ -94,6 +96,21 @@ def test_a_run_is_one_offline_run_of_wandb(tmp_path, monkeypatch):
         assert key.encode() in run, key
     assert f"{result['metrics']['final']['test/accuracy']:.6f}"[:6].encode() in run
     assert not [p for p in run_folder(cfg).rglob("*") if ":" in p.name or " " in p.name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("asked", "code"), [(True, 0), (True, 1), (False, 0)])
+def test_final_weights_are_an_artifact_where_asked_for(asked, code, tmp_path):
+    """W&B knows a file by its MD5; of a run that failed there is none."""
+    content = bytes(range(100))
+    (tmp_path / "model.safetensors").write_bytes(content)
+    run, said = tracker(tmp_path, {**WANDB, "track": {**WANDB["track"], "weights": asked}})
+    run.log({"step": 1, "train/loss": 1.0})
+    run.finish({}, code)
+    (file,) = offline_runs(tmp_path)
+    digest = base64.b64encode(hashlib.md5(content).digest())
+    sent = asked and code == 0
+    assert (b"model-0123456789" in file, digest in file) == (sent, sent), said
 
 
 @pytest.mark.slow

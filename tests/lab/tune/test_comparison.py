@@ -458,7 +458,7 @@ def test_trials_leave_no_checkpoints(dense):
         ),
         (
             "recipe=dense hydra/launcher=joblib",
-            "^hydra/launcher=joblib: nmrun tune launches nothing",
+            "^launcher=joblib: nmrun tune launches nothing",
         ),
     ],
 )

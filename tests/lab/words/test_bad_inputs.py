@@ -89,13 +89,14 @@ def test_an_option_that_is_not_installed(words, option, monkeypatch):
     assert "'.[some]'" in problem
 
 
-def test_slurm_where_there_is_none(tmp_path, monkeypatch):
+@pytest.mark.parametrize("word", ["slurm", "submitit_slurm"])
+def test_slurm_where_there_is_none(word, tmp_path, monkeypatch):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     composition.register()
     monkeypatch.setenv("PATH", str(tmp_path))
-    words = ["hydra/launcher=submitit_slurm", "seed=0,1", "track=local"]
+    words = [f"hydra/launcher={word}", "seed=0,1", "track=local"]
     assert mistakes(words, multirun=True) == [
-        "hydra/launcher=submitit_slurm: there is no srun here; submitit_local does without"
+        f"launcher={word}: there is no sbatch here; joblib needs no cluster"
     ]
 
 

@@ -24,6 +24,7 @@ from nmrun.lab.keys.recipe_facts import recipe_facts
 from nmrun.lab.runs.run_folder import weights_in
 from nmrun.lab.show import cli as report
 from nmrun.lab.show import experiments
+from nmrun.lab.sweeps import jobs
 from nmrun.lab.train.optimizers import scheduled
 from nmrun.lab.words import composition, experiment, identity, precheck, schema
 from nmrun.lab.words.composition import Cache
@@ -396,6 +397,53 @@ def test_a_file_that_is_no_experiment(old, new, says, tmp_path):
     (tmp_path / "own.yaml").write_text(OWN.replace(old, new))
     with pytest.raises(ConfigError, match=re.escape(says)):
         experiment.load(str(tmp_path / "own.yaml"))
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A folder with experiments as users of Hydra write them."""
+    (tmp_path / "experiment").mkdir()
+    first = "# @package _global_\ndefaults: [override /recipe: asp, override /optimizer: sgd]\n"
+    second = "# @package _global_\ndefaults: [override /hydra/launcher: joblib]\n"
+    texts = {
+        "one": f"{first}seed: 7\ntrainer: {{epochs: 2}}\noptimizer: {{lr: 0.2}}\n",
+        "two": f"{second}hydra: {{sweeper: {{params: {{seed: '4,5'}}}}}}\nrecipe: {{decay: 0.1}}\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / "experiment" / f"{name}.yaml").write_text(text)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("word", ["experiment=one", "+experiment=one"])
+def test_an_experiment_of_ones_own_is_composed_as_by_hydra(word, own):
+    (job,) = jobs.checked([word, "trainer.epochs=3"], False, own).jobs
+    config = job.config
+    assert (config.recipe.name, config.optimizer.name) == ("asp", "sgd")
+    assert (config.seed, config.optimizer.lr, config.trainer.epochs) == (7, 0.2, 3)
+    (job,) = jobs.checked([word, "recipe=ste"], False, own).jobs
+    assert job.config.recipe.name == "ste"
+
+
+def test_experiments_of_ones_own_are_swept(own):
+    asked = jobs.checked(["experiment=one,two", "seed=0,1"], True, own)
+    assert [(job.config.recipe.name, job.config.seed) for job in asked.jobs] == [
+        ("asp", 0), ("asp", 1), ("sr_ste", 0), ("sr_ste", 1)
+    ]  # fmt: skip
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs joblib's launcher")
+    asked = jobs.checked(["experiment=two"], True, own)
+    assert asked.launcher == "joblib"
+    assert [(job.config.seed, job.config.recipe.options["decay"]) for job in asked.jobs] == [
+        (4, 0.1), (5, 0.1)
+    ]  # fmt: skip
+    (job,) = jobs.checked(["experiment=two"], False, own).jobs  # one run has no launcher
+    assert job.config.seed == 0
+
+
+def test_experiments_of_ones_own_are_told_from_the_papers(own):
+    with pytest.raises(ConfigError, match="one of --config-dir, step_cifar10 not"):
+        jobs.checked(["experiment=one,step_cifar10"], True, own)
+    with pytest.raises(ConfigError, match="no such experiment"):
+        jobs.checked(["experiment=one"], True)
 
 
 def test_an_experiment_of_a_recipe_of_ones_own_has_its_runs(tmp_path):

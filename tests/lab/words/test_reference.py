@@ -57,7 +57,7 @@ def test_a_key_means_different_things_with_different_options():
 
 def test_a_group_lists_its_options_and_an_option_its_keys():
     names = re.findall(r"^schedule=(\w+):", reference.about("schedule"), re.M)
-    assert names == ["constant", "cosine", "inverse_sqrt", "linear"]
+    assert names == ["constant", "cosine", "custom", "inverse_sqrt", "linear", "multistep"]
     text = reference.about("recipe=step")
     for part in ("arXiv", "When to use", "Cost", "recipe.t_max", "recipe.eps_mode"):
         assert part in text

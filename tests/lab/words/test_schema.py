@@ -74,6 +74,7 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "trainer.evaluate": (["sparse", "dense", "both"], ["mask", None, True]),
         "trainer.test": ([True, False], NO_FLAG),
         "trainer.eval_every": ([1, 5, "1steps", "200steps"], [*NO_COUNT, "0steps", "2.5steps", "steps", "200", "2epochs"]),
+        "trainer.patience": ([None, 1, 20], [0, 1.5, True, "all"]),
         "trainer.steps": ([None, 1, 500], [0, 1.5, "all"]),
         "trainer.log_every": ([1, 5], NO_COUNT),
         "trainer.checkpoint_every": (
@@ -190,7 +191,9 @@ KINDS = [
 ]
 NEEDED = {  # what only the user knows
     "dataset=image_folder": {"path"}, "dataset=text": {"train"}, "dataset=hub_text": {"path"},
+    "dataset=labelled_text": {"train"},
     "dataset=token_bin": {"folder"}, "dataset=fairseq": {"path"},
+    "optimizer=custom": {"target"}, "schedule=custom": {"target"},
 }  # fmt: skip
 
 

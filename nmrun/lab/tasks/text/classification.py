@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, refused
 from nmrun.lab import ranks
 from nmrun.lab.keys.datasets import Encoding
 from nmrun.lab.tasks.base import (
@@ -33,6 +33,7 @@ from nmrun.lab.tasks.base import (
     watched,
 )
 from nmrun.lab.tasks.hugging_face import check_length, fetch
+from nmrun.registry import find
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
@@ -104,7 +105,7 @@ class TextClassification(InMemory, Categorical):
             "max_length": tokenizer.max_length,
             "classes": classes,
         }
-        self.metric, self.metrics = metrics[0], tuple(metrics)
+        self.metric, self.metrics = metrics[0].rpartition(".")[2], tuple(metrics)
         self.seed, self.label_smoothing = seed, label_smoothing
         self._order: tuple[int, Tensor] = (-1, torch.empty(0))
 
@@ -232,7 +233,8 @@ def scores(metrics: Sequence[str], predictions: Tensor, labels: Tensor) -> dict[
     name.
 
     Metrics are ``accuracy``; ``f1`` of class 1; ``matthews``, Matthews' correlation; ``pearson``
-    and ``spearman``, correlations of scores. Where one is undefined, because all predictions are
+    and ``spearman``, correlations of scores; the dotted path of a function of labels and
+    predictions, which goes by its own name. Where one of GLUE's is undefined, because all predictions are
     the same for example, it is 0.
     """
     guess, truth = predictions.numpy(), labels.numpy()
@@ -248,13 +250,17 @@ def scores(metrics: Sequence[str], predictions: Tensor, labels: Tensor) -> dict[
             from sklearn.metrics import matthews_corrcoef
 
             value = matthews_corrcoef(truth, guess)
+        elif "." in name:
+            function = find("dataset.metric", name, {})
+            with refused(f"dataset.metric={name}: ", TypeError, ValueError):
+                value = float(function(truth, guess))
         else:
             from scipy import stats
 
             varied = len(np.unique(guess)) > 1 and len(np.unique(truth)) > 1
             correlation = {"pearson": stats.pearsonr, "spearman": stats.spearmanr}[name]
             value = correlation(guess, truth).statistic if varied else 0.0
-        values[name] = float(value)
+        values[name.rpartition(".")[2]] = float(value)
     return values
 
 

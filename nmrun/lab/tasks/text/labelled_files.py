@@ -1,0 +1,109 @@
+"""Texts with labels from the user's own files, read by Hugging Face's datasets."""
+
+from __future__ import annotations
+
+import math
+import random
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nmrun.errors import ConfigError, needs
+from nmrun.lab.keys.datasets import LabelledText
+from nmrun.lab.tasks import storage
+
+if TYPE_CHECKING:
+    import torch
+
+    from nmrun.lab.keys.config import Config
+    from nmrun.lab.tasks.text.classification import Text, TextClassification
+
+# what datasets calls the format of a file, and how it is told of tabs
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+    ".json": ("json", {}),
+    ".jsonl": ("json", {}),
+    ".parquet": ("parquet", {}),
+}
+Rows = tuple[list["Text"], list[Any]]
+
+
+def labelled_text(config: Config, device: torch.device) -> TextClassification:
+    """Classes are the training texts' labels in sorted order, ``names`` of the task; labels that are
+    fractions are scores. Raises ConfigError for files and columns that are not as they should be,
+    and for a label that no training text has.
+    """
+    from nmrun.lab.tasks.text.classification import TextClassification
+
+    options = config.dataset.as_kind(LabelledText)
+    files = {"train": options.train, "val": options.val, "test": options.test}
+    splits = {split: _read(storage.path_of(file), options) for split, file in files.items() if file}
+    _cut(splits, options)
+    labels = splits["train"][1]
+    scored = all(isinstance(label, float) for label in labels)
+    names = [] if scored else sorted(set(labels), key=lambda label: (str(type(label)), label))
+    if len(names) == 1:
+        raise ConfigError(f"dataset.train={options.train}: all its labels are {names[0]!r}")
+    number = {name: place for place, name in enumerate(names)}
+    numbered = {
+        split: (texts, labels if scored else [_number(number, label, split) for label in labels])
+        for split, (texts, labels) in splits.items()
+    }
+    task = TextClassification.of(config, numbered, len(names) or 1, (options.metric,), device)
+    task.higher_is_better = options.higher_is_better
+    task.signature = {} if scored else {"classes": [str(name) for name in names]}
+    return task
+
+
+def _read(path: Path, options: LabelledText) -> Rows:
+    with needs(f"dataset=labelled_text (dataset.train={options.train})", "texts"):
+        import datasets
+    if path.suffix not in FORMATS:
+        raise ConfigError(f"{path}: it takes {', '.join(FORMATS)}")
+    kind, how = FORMATS[path.suffix]
+    datasets.disable_progress_bars()
+    try:
+        table = datasets.load_dataset(kind, data_files=str(path), split="train", **how)
+    except Exception as error:  # each format has errors of its own
+        cause = error.__cause__ or error
+        line = textwrap.shorten(str(cause) or type(cause).__name__, 300)
+        raise ConfigError(f"{path} cannot be read ({line})") from None
+    columns = [options.column, *([options.pair] if options.pair else []), options.label]
+    for column in columns:
+        if column not in table.column_names:
+            has = ", ".join(table.column_names)
+            raise ConfigError(f"{path}: there is no column {column!r}; it has {has}")
+    *texts, labels = (list(table[column]) for column in columns)
+    for column, values in zip(columns, (*texts, labels), strict=True):
+        of_texts = column != options.label
+        for row, value in enumerate(values, 1):
+            if value is None or (of_texts and not isinstance(value, str)):
+                takes = "a text" if of_texts else "a label"
+                raise ConfigError(f"{path}: {column} of row {row} is {value!r}, and no {takes[2:]}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{path}: {column} of row {row} is {value}")
+    return list(zip(*texts, strict=True)), labels
+
+
+def _cut(splits: dict[str, Rows], options: LabelledText) -> None:
+    """Take what has no file of its own from the training texts, by ``split_seed``."""
+    texts, labels = splits["train"]
+    order = list(range(len(labels)))
+    random.Random(options.split_seed).shuffle(order)
+    shares = {"val": options.val_fraction, "test": options.test_fraction}
+    for split in [split for split in shares if split not in splits]:
+        count = math.ceil(shares[split] * len(labels))
+        mine, order = order[:count], order[count:]
+        splits[split] = [texts[row] for row in mine], [labels[row] for row in mine]
+    splits["train"] = [texts[row] for row in order], [labels[row] for row in order]
+
+
+def _number(numbers: Mapping[Any, int], label: Any, split: str) -> int:
+    if label not in numbers:
+        known: Sequence[str] = [repr(each) for each in numbers]
+        raise ConfigError(
+            f"the {split} texts have the label {label!r}, and those for training {', '.join(known)}"
+        )
+    return numbers[label]
