@@ -103,7 +103,7 @@ def signals_for_run() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interrupting(
-    afterwards: Mapping[signal.Signals, Callable[[int, FrameType | None], Any]],
+    afterwards: Mapping[signal.Signals, Callable[[int, FrameType | None], Any] | int],
 ) -> Iterator[None]:
     """While entered, these signals raise KeyboardInterrupt, except in a run, which handles them.
     Afterwards they have the handlers that are given."""
@@ -157,7 +157,7 @@ def ends_by_record(folder: Path) -> Iterator[None]:
 
     former = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=watch, daemon=True)
-    with _interrupting({signal.SIGTERM: former} if callable(former) else {}):
+    with _interrupting({signal.SIGTERM: signal.SIG_DFL if former is None else former}):
         thread.start()
         try:
             yield
