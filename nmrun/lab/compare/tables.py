@@ -67,7 +67,8 @@ class Table:
     seed with their baseline. ``control`` says whether there are dense runs of these settings.
     ``paper`` has published figures as printed, by row and column. ``pruned`` says which rows were
     pruned in one shot: some, ``all``, or none.
-    ``failed`` counts runs that have a value and are taken for failed, see ``_set_apart``.
+    ``failed`` counts runs that have a value and are taken for failed, see ``_set_apart``. ``even``
+    has the digits of columns that have one number of them, by column and metric.
     """
 
     metric: str
@@ -92,6 +93,7 @@ class Table:
     paper_source: str = ""
     pruned: str = ""
     digits: int | None = None
+    even: dict[tuple[Key, str], int] = field(default_factory=dict)
     failed: int = 0
     runs: pd.DataFrame = field(default_factory=pd.DataFrame, repr=False, compare=False)
 
@@ -115,11 +117,32 @@ class Table:
         """The rows without a ratio."""
         return {row for row, _ in self.stands}
 
-    def digits_of(self, value: float, metric: str, spread: float | None) -> int | None:
+    def digits_of(self, place: Place, value: float, spread: float | None) -> int | None:
         """Digits after the point of a value and its deviation; None: as a value without spread."""
+        metric = self.metric_of(*place)
         if self.digits is not None and not metric.startswith("flops/"):
             return self.digits
-        return places(value, metric, spread) if deviates(value, spread) else None
+        if spread is not None and not deviates(value, spread):
+            return None
+        own = None if spread is None else places(value, metric, spread)
+        return self.even.get((place[1], metric), own)
+
+    def evenly(self) -> Table:
+        """The same with one number of digits in each column, that of most of its cells; and with
+        the best cells that tie then."""
+        if self.digits is not None or self.statistic != "mean":
+            return self
+        even = {}
+        for (column, metric), cells in self._by_metric.items():
+            digits = Counter(
+                places(cell.mean, metric, cell.sd)
+                for cell in cells.values()
+                if cell.mean is not None and deviates(cell.mean, cell.sd)
+            )
+            if digits:
+                even[column, metric] = max(digits, key=lambda n: (digits[n], n))
+        table = replace(self, even=even)
+        return replace(table, best=set(_best(table)))
 
     def columns_of(self, row: Key) -> list[tuple[Key, Key]]:
         """The columns in which a row has runs, each with a column that shows the cell."""
@@ -442,7 +465,7 @@ def _ties(table: Table, values: Mapping[Place, float]) -> list[Place]:
 
     def digits(place: Place) -> int:
         spread = table.cells[place].sd if table.statistic == "mean" else None
-        decimals = table.digits_of(values[place], metric, spread)
+        decimals = table.digits_of(place, values[place], spread)
         return places(values[place], metric) if decimals is None else decimals
 
     def ties(place: Place) -> bool:
