@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nmrun import __version__
 from nmrun.lab.compare.tables import Table
 from nmrun.lab.output import quantity
 
@@ -48,4 +48,5 @@ def provenance(command: str, tables: Sequence[Table]) -> list[str]:
     ]
     checksum = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:DIGITS]
     runs = quantity(sum(len(table.runs) for table in tables), "run")
-    return [command, f"nmrun {__version__}, {runs} with the checksum {checksum}"]
+    version = sys.modules["nmrun"].__version__  # an import would point upwards
+    return [command, f"nmrun {version}, {runs} with the checksum {checksum}"]
