@@ -1,4 +1,4 @@
-"""Runs folded into cells, one row a recipe, one column a ratio; and each row against a baseline."""
+"""Runs folded into cells, one row a recipe, one column a ratio."""
 
 from __future__ import annotations
 
@@ -31,9 +31,6 @@ from nmrun.lab.compare.statistics import (
     Difference,
     cell_value,
     grain,
-    holm,
-    moderated,
-    paired,
     summarise,
 )
 from nmrun.lab.output import quantity
@@ -484,59 +481,6 @@ def _order(keys: Key, labels: Key, metrics: Sequence[str]) -> tuple[tuple[Any, .
     )
 
 
-# --- against a baseline ---------------------------------------------------------------------------
-
-
-def against(table: Table, baseline: str) -> Table:
-    """A table with the differences of its rows to a baseline, seed by seed, within each data set.
-
-    ``baseline`` is a row by all its labels, or by that of the recipe alone. Then each row is
-    compared with the one of that recipe that agrees with it in all that is not of the recipe.
-    Raises ConfigError if there is no such row, or if no other row shares a seed with it.
-    """
-    every, rivals = pairs(table, baseline)
-    differences: dict[Place, Difference] = {}
-    across: set[str] = set()
-    unpaired: list[Place] = []
-    for (row, column), rival in rivals.items():
-        cell, other = table.cells[row, column], table.cells[rival, column]
-        higher = table.higher_is_better(table.metric_of(row, column))
-        if (gap := paired(cell, other, step(table, row, column), higher)) is not None:
-            differences[row, column] = gap
-            across |= _unlike(table, row, rival)
-        elif cell.n and other.n:
-            unpaired.append((row, column))
-    if not differences:
-        raise ConfigError(
-            f"--baseline {baseline}: no other row has runs of the same seeds; the test pairs runs by their seed"
-        )
-    by_metric: dict[str, dict[Place, Difference]] = {}
-    for place, gap in differences.items():
-        by_metric.setdefault(table.metric_of(*place), {})[place] = gap
-    judged = {place: gap for some in by_metric.values() for place, gap in moderated(some).items()}
-    return replace(
-        table,
-        baseline=every,
-        differences=holm({place: judged[place] for place in differences}),
-        across=sorted(across),
-        unpaired=unpaired,
-    )
-
-
-def pairs(table: Table, baseline: str) -> tuple[list[Key], dict[Place, Key]]:
-    """The rows of a baseline, and by place the one of them that a cell is compared with."""
-    every = named_rows(table.rows, table.row_keys, baseline)
-    exact = " ".join(every[0]) == baseline
-    rivals: dict[Place, Key] = {}
-    for row, column in table.cells:
-        like = every if exact else [other for other in every if not _unlike(table, row, other)]
-        if not like or row in every or (like[0], column) not in table.cells:
-            continue
-        if not any(key.partition(".")[0] == "dataset" for key in _unlike(table, row, like[0])):
-            rivals[row, column] = like[0]
-    return every, rivals
-
-
 def named_rows(rows: Sequence[Key], keys: Key, name: str) -> list[Key]:
     """The row of all these labels, or else those of this recipe. Raises ConfigError for none."""
     by_name = {" ".join(row): row for row in rows}
@@ -545,12 +489,6 @@ def named_rows(rows: Sequence[Key], keys: Key, name: str) -> list[Key]:
     if not matches:
         raise ConfigError(f"--baseline {name}: {no_such('row', name, by_name, 'nmrun table')}")
     return matches
-
-
-def _unlike(table: Table, row: Key, other: Key) -> set[str]:
-    """The keys, without the recipe's, in which two rows differ."""
-    labels = zip(table.row_keys, row, other, strict=True)
-    return {key for key, a, b in labels if a != b and key.partition(".")[0] != "recipe"}
 
 
 def step(table: Table, row: Key, column: Key) -> float:
