@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     # these two say how the run was begun, not what it is
     changed = {"force", "resume", *map(command_line.key, options.changes)}
     if line := re.fullmatch(r"(.+\.csv):(\d+)", options.run):
-        place, words = None, _of_line(line[1], options.run, changed)
+        place, words = "", _of_line(line[1], options.run, changed)
     else:
         options.run = settings.only_run(Path(options.run))
         place, words = _of_folder(options.run)
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     return jobs.main(words)
 
 
-def _of_folder(folder: Path) -> tuple[str | None, list[str]]:
+def _of_folder(folder: Path) -> tuple[str, list[str]]:
     """Where a folder's command was given, and its words after ``nmrun``."""
     run = RunFolder(folder)
     if run.problem:
