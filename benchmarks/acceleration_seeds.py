@@ -48,12 +48,15 @@ def report(final: dict[str, list[float]], said: str) -> tuple[str, bool]:
         [str(seed), f"{off:.4f}", f"{force:.4f}", f"{gap:+.4f}"]
         for seed, (off, force, gap) in enumerate(zip(*final.values(), gaps, strict=True))
     ]
-    cells = (summarise(final[arm]) for arm in ("force", "off"))
-    found = moderated({"": paired(*cells, grain=0.0)})[""]
+    gap = paired(summarise(final["force"]), summarise(final["off"]), 0.0)
+    assert gap is not None
+    found = moderated({"": gap})[""]
+    if found.low is None or found.high is None:
+        raise SystemExit("nothing is known of the spread: --seeds 2 or more that are not alike")
     spread, reach = statistics.stdev(final["off"]), max(final["off"]) - min(final["off"])
     alike = bool(found.low <= 0 <= found.high) and max(map(abs, gaps)) <= reach
     verdict = (
-        f"Difference {float(found.mean):+.4f} [{float(found.low):+.4f}, {float(found.high):+.4f}] (mean, 95 % interval of the paired t), "
+        f"Difference {found.mean:+.4f} [{found.low:+.4f}, {found.high:+.4f}] (mean, 95 % interval of the paired t), "
         f"at most {max(map(abs, gaps)):.4f} at one seed. Seeds of `off`: standard deviation {spread:.4f}, range {reach:.4f}. "
         f"**{'Within the spread of the seeds' if alike else 'Outside of the spread of the seeds'}**, n = {len(gaps)}."
     )

@@ -130,11 +130,11 @@ def tests_of_cells(runs: Floats, failed: NDArray[np.bool_]) -> dict[str, Floats]
 
 def cell(values: Floats, failed: NDArray[np.bool_]) -> Cell:
     seeds = np.arange(len(values))
-    whole = {int(seed): float(values[seed]) for seed in seeds[~failed]}
+    whole: dict[object, float] = {int(seed): float(values[seed]) for seed in seeds[~failed]}
     return summarise(whole, ["failed"] * int(failed.sum()), [int(seed) for seed in seeds[failed]])
 
 
-def stars(kind: Kind, effect: float) -> dict[str, Floats]:
+def stars(kind: Kind, effect: float) -> dict[str, NDArray[np.bool_]]:
     """Whether each cell (table, cell) has a star, by test; the first row is better by ``effect``."""
     rng = np.random.default_rng(0)
     runs, spread = drawn(kind, rng)

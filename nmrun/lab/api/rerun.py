@@ -1,18 +1,29 @@
-"""``nmrun rerun RUN [key=value ...]``: the command of a run once more, with changes."""
+"""``nmrun rerun RUN [key=value ...]``: the command of a run once more, with changes. RUN is a folder,
+or a line of a CSV file of runs: ``docs/results/images.csv:17``."""
 
 from __future__ import annotations
 
+import ast
+import math
 import os
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from nmrun.errors import ConfigError, RunError, raise_all, refused
+from nmrun.errors import ConfigError, RunError, raise_all, refused, tell
 from nmrun.lab.consent import confirmed
 from nmrun.lab.folders import settings, status
+from nmrun.lab.keys import options as options_of
+from nmrun.lab.keys.ranges import START
 from nmrun.lab.runs.run_folder import CONFIG, RESULT, RunFolder
 from nmrun.lab.verbs import Parser
 from nmrun.lab.words import command_line
+from nmrun.lab.words.composition import config_of
+from nmrun.lab.words.identity import OF_COMMAND, identity
+from nmrun.oneshot import METHODS
+from nmrun.patterns import RATIO_KEYS
+from nmrun.ranges import WEIGHTS, value_text
 
 # signs of more than a plain value: a class or function, an interpolation, a package
 MARKS = ("target", "dataset.metric", "${", "@")
@@ -20,7 +31,9 @@ MARKS = ("target", "dataset.metric", "${", "@")
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="nmrun rerun", description="Give a run's command once more, with changes.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument(
+        "run", metavar="RUN", help="a run folder, or a line of a CSV file of runs: FILE.csv:17"
+    )
     parser.add_argument(
         "changes",
         nargs="*",
@@ -39,20 +52,13 @@ def main(argv: Sequence[str]) -> int:
         if override.is_sweep_override()
     ]
     raise_all(problems)
-    options.run = settings.only_run(options.run)
-    run = RunFolder(options.run)
-    if run.problem:
-        raise RunError(f"{run.path / RESULT}: {run.problem}")
-    settings.read(options.run)
-    if run.is_finished:
-        run.checked(CONFIG)  # the command stands above it
-    known = status.command(run)
-    if known is None:
-        raise ConfigError(f"{options.run}: its command is not known")
-    place, command = known
-    words = _words(command, options.run)
     # these two say how the run was begun, not what it is
     changed = {"force", "resume", *map(command_line.key, options.changes)}
+    if line := re.fullmatch(r"(.+\.csv):(\d+)", options.run):
+        place, words = "", _of_line(line[1], options.run, changed)
+    else:
+        options.run = settings.only_run(Path(options.run))
+        place, words = _of_folder(options.run)
     original = [word for word in words if command_line.key(word) not in changed]
     words = [*original, *options.changes]
     print(status.typed((place, shlex.join(["nmrun", *words]))), flush=True)
@@ -69,6 +75,68 @@ def main(argv: Sequence[str]) -> int:
     from nmrun.lab.sweeps import jobs
 
     return jobs.main(words)
+
+
+def _of_folder(folder: Path) -> tuple[str, list[str]]:
+    """Where a folder's command was given, and its words after ``nmrun``."""
+    run = RunFolder(folder)
+    if run.problem:
+        raise RunError(f"{run.path / RESULT}: {run.problem}")
+    settings.read(folder)
+    if run.is_finished:
+        run.checked(CONFIG)  # the command stands above it
+    known = status.command(run)
+    if known is None:
+        raise ConfigError(f"{folder}: its command is not known")
+    place, command = known
+    return place, _words(command, folder)
+
+
+def _of_line(file: str, name: str, changed: Collection[str]) -> list[str]:
+    """The overrides that make the run of a line of a CSV file, without those at their default.
+
+    ConfigError where the file has not all settings, and where a run needs the weights of another
+    one, but for those of a key in ``changed``. Where another id comes about, a line says so.
+    """
+    from nmrun.lab.compare.runs import from_csv
+
+    run = next((run for run in from_csv(file) if run["folder"] == name), None)
+    if run is None:
+        raise ConfigError(f"{name}: no run is in that line")
+    if run["recipe"] in METHODS:
+        raise ConfigError(f"{name}: {run['recipe']} prunes without training, by nmrun prune")
+    if run.get("trainer.batch_size", math.nan) != run.get("trainer.batch_size"):
+        raise ConfigError(f"{name}: the file has not all settings of a run; its page has a command")
+    chosen = [group for group in options_of.GROUPS if run.get(group, math.nan) == run.get(group)]
+    words, of_others = {group: f"{group}={run[group]}" for group in chosen}, False
+    for group in dict.fromkeys(("", *chosen, "trainer")):
+        for key, field in options_of.keys(group, str(run.get(group))).items():
+            full = f"{group}.{key}".lstrip(".")
+            value = run.get(full, math.nan)
+            if value != value or full in (*RATIO_KEYS, *OF_COMMAND):
+                continue
+            text = value_text(value)
+            if field.check is WEIGHTS and text not in ("null", START):
+                of_others = True
+                if full not in changed:
+                    raise ConfigError(
+                        f"{name}: {full}={text} is another run: say where its weights are, "
+                        f"as in {full}=FOLDER"
+                    )
+            elif text != value_text(field.default):
+                as_list = text[:1] in ("[", "{")
+                words[full] = command_line.word(full, ast.literal_eval(text) if as_list else value)
+    if of_others:
+        return [*words.values()]
+    # results of versions before 0.1.0 name the layers that model.exclude=auto found
+    by_default = {key: word for key, word in words.items() if key != "model.exclude"}
+    ids = {}
+    for some in (words, by_default):
+        ids[identity(config_of([*some.values()]))] = [*some.values()]
+    if run.get("id") not in ids:
+        tell([f"{name}: its id is {run.get('id')} there and {next(iter(ids))} here"])
+        return [*words.values()]
+    return ids[run["id"]]
 
 
 def _words(command: str, run: Path) -> list[str]:

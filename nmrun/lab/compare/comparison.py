@@ -18,6 +18,7 @@ import pandas as pd
 from nmrun.errors import ConfigError
 from nmrun.lab.compare import overall
 from nmrun.lab.compare.conditions import Condition
+from nmrun.lab.compare.differences import against
 from nmrun.lab.compare.notation import Key, label, named
 from nmrun.lab.compare.runs import (
     Lines,
@@ -28,7 +29,7 @@ from nmrun.lab.compare.runs import (
     verify,
 )
 from nmrun.lab.compare.statistics import Difference
-from nmrun.lab.compare.tables import Run, Table, against, build, settings_apart
+from nmrun.lab.compare.tables import Run, Table, build, settings_apart
 
 GROUPS = ("dataset", "model")  # of which each has a table
 ALL = "all cells"

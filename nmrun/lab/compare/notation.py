@@ -26,6 +26,7 @@ LOWER_IS_BETTER = {
 Key = tuple[str, ...]
 
 BREAK = re.compile(r"\s*\n\s*")
+RESNET = re.compile(r"\bresnet(\d+)$")
 LONG = 8  # characters of a number
 RECIPE_ORDER = tuple(RECIPES)
 PAPERS = {
@@ -44,11 +45,6 @@ PAPERS = {
     "shakespeare": "Tiny Shakespeare",
     "wikitext2": "WikiText-2",
     "wikitext103": "WikiText-103",
-    "resnet18": "ResNet-18",
-    "resnet20": "ResNet-20",
-    "resnet32": "ResNet-32",
-    "resnet34": "ResNet-34",
-    "resnet50": "ResNet-50",
     "densenet121": "DenseNet-121",
     "mobilenet_v2": "MobileNetV2",
     "vgg16_bn": "VGG-16-BN",
@@ -261,7 +257,7 @@ def written(label: str, aliases: Mapping[str, str] | None = None) -> str:
     names = {**PAPERS, **(aliases or {})}
     if label in RECIPES and label not in names:
         return recipe_facts(RECIPES[label]).title
-    return names.get(label, label)
+    return names.get(label, RESNET.sub(r"ResNet-\1", label))
 
 
 def bare(name: str) -> str:

@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nmrun.errors import ConfigError
+from nmrun.lab.compare.differences import pairs
 from nmrun.lab.compare.notation import Key
 from nmrun.lab.compare.statistics import Difference, difference, holm, moderated
-from nmrun.lab.compare.tables import Table, pairs, step
+from nmrun.lab.compare.tables import Table, step
 
 
 @dataclass(frozen=True)

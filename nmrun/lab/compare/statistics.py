@@ -135,7 +135,7 @@ def t_quantile(share: float, freedom: float) -> float:
     return float(special.stdtrit(freedom, share))
 
 
-def t_two_sided(value: Floats, freedom: float) -> Floats:
+def t_two_sided(value: Floats, freedom: float | Floats) -> Floats:
     """The probability that Student's t is at least this large in size."""
     from scipy import special
 

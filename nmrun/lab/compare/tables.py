@@ -1,4 +1,4 @@
-"""Runs folded into cells, one row a recipe, one column a ratio; and each row against a baseline."""
+"""Runs folded into cells, one row a recipe, one column a ratio."""
 
 from __future__ import annotations
 
@@ -31,9 +31,6 @@ from nmrun.lab.compare.statistics import (
     Difference,
     cell_value,
     grain,
-    holm,
-    moderated,
-    paired,
     summarise,
 )
 from nmrun.lab.output import quantity
@@ -67,7 +64,8 @@ class Table:
     seed with their baseline. ``control`` says whether there are dense runs of these settings.
     ``paper`` has published figures as printed, by row and column. ``pruned`` says which rows were
     pruned in one shot: some, ``all``, or none.
-    ``failed`` counts runs that have a value and are taken for failed, see ``_set_apart``.
+    ``failed`` counts runs that have a value and are taken for failed, see ``_set_apart``. ``even``
+    has the digits of columns that have one number of them, by column and metric.
     """
 
     metric: str
@@ -92,6 +90,7 @@ class Table:
     paper_source: str = ""
     pruned: str = ""
     digits: int | None = None
+    even: dict[tuple[Key, str], int] = field(default_factory=dict)
     failed: int = 0
     runs: pd.DataFrame = field(default_factory=pd.DataFrame, repr=False, compare=False)
 
@@ -115,11 +114,32 @@ class Table:
         """The rows without a ratio."""
         return {row for row, _ in self.stands}
 
-    def digits_of(self, value: float, metric: str, spread: float | None) -> int | None:
+    def digits_of(self, place: Place, value: float, spread: float | None) -> int | None:
         """Digits after the point of a value and its deviation; None: as a value without spread."""
+        metric = self.metric_of(*place)
         if self.digits is not None and not metric.startswith("flops/"):
             return self.digits
-        return places(value, metric, spread) if deviates(value, spread) else None
+        if spread is not None and not deviates(value, spread):
+            return None
+        own = None if spread is None else places(value, metric, spread)
+        return self.even.get((place[1], metric), own)
+
+    def evenly(self) -> Table:
+        """The same with one number of digits in each column, that of most of its cells; and with
+        the best cells that tie then."""
+        if self.digits is not None or self.statistic != "mean":
+            return self
+        even = {}
+        for (column, metric), cells in self._by_metric.items():
+            digits = Counter(
+                places(cell.mean, metric, cell.sd)
+                for cell in cells.values()
+                if cell.mean is not None and deviates(cell.mean, cell.sd)
+            )
+            if digits:
+                even[column, metric] = max(digits, key=lambda n: (digits[n], n))
+        table = replace(self, even=even)
+        return replace(table, best=set(_best(table)))
 
     def columns_of(self, row: Key) -> list[tuple[Key, Key]]:
         """The columns in which a row has runs, each with a column that shows the cell."""
@@ -442,7 +462,7 @@ def _ties(table: Table, values: Mapping[Place, float]) -> list[Place]:
 
     def digits(place: Place) -> int:
         spread = table.cells[place].sd if table.statistic == "mean" else None
-        decimals = table.digits_of(values[place], metric, spread)
+        decimals = table.digits_of(place, values[place], spread)
         return places(values[place], metric) if decimals is None else decimals
 
     def ties(place: Place) -> bool:
@@ -461,59 +481,6 @@ def _order(keys: Key, labels: Key, metrics: Sequence[str]) -> tuple[tuple[Any, .
     )
 
 
-# --- against a baseline ---------------------------------------------------------------------------
-
-
-def against(table: Table, baseline: str) -> Table:
-    """A table with the differences of its rows to a baseline, seed by seed, within each data set.
-
-    ``baseline`` is a row by all its labels, or by that of the recipe alone. Then each row is
-    compared with the one of that recipe that agrees with it in all that is not of the recipe.
-    Raises ConfigError if there is no such row, or if no other row shares a seed with it.
-    """
-    every, rivals = pairs(table, baseline)
-    differences: dict[Place, Difference] = {}
-    across: set[str] = set()
-    unpaired: list[Place] = []
-    for (row, column), rival in rivals.items():
-        cell, other = table.cells[row, column], table.cells[rival, column]
-        higher = table.higher_is_better(table.metric_of(row, column))
-        if (gap := paired(cell, other, step(table, row, column), higher)) is not None:
-            differences[row, column] = gap
-            across |= _unlike(table, row, rival)
-        elif cell.n and other.n:
-            unpaired.append((row, column))
-    if not differences:
-        raise ConfigError(
-            f"--baseline {baseline}: no other row has runs of the same seeds; the test pairs runs by their seed"
-        )
-    by_metric: dict[str, dict[Place, Difference]] = {}
-    for place, gap in differences.items():
-        by_metric.setdefault(table.metric_of(*place), {})[place] = gap
-    judged = {place: gap for some in by_metric.values() for place, gap in moderated(some).items()}
-    return replace(
-        table,
-        baseline=every,
-        differences=holm({place: judged[place] for place in differences}),
-        across=sorted(across),
-        unpaired=unpaired,
-    )
-
-
-def pairs(table: Table, baseline: str) -> tuple[list[Key], dict[Place, Key]]:
-    """The rows of a baseline, and by place the one of them that a cell is compared with."""
-    every = named_rows(table.rows, table.row_keys, baseline)
-    exact = " ".join(every[0]) == baseline
-    rivals: dict[Place, Key] = {}
-    for row, column in table.cells:
-        like = every if exact else [other for other in every if not _unlike(table, row, other)]
-        if not like or row in every or (like[0], column) not in table.cells:
-            continue
-        if not any(key.partition(".")[0] == "dataset" for key in _unlike(table, row, like[0])):
-            rivals[row, column] = like[0]
-    return every, rivals
-
-
 def named_rows(rows: Sequence[Key], keys: Key, name: str) -> list[Key]:
     """The row of all these labels, or else those of this recipe. Raises ConfigError for none."""
     by_name = {" ".join(row): row for row in rows}
@@ -522,12 +489,6 @@ def named_rows(rows: Sequence[Key], keys: Key, name: str) -> list[Key]:
     if not matches:
         raise ConfigError(f"--baseline {name}: {no_such('row', name, by_name, 'nmrun table')}")
     return matches
-
-
-def _unlike(table: Table, row: Key, other: Key) -> set[str]:
-    """The keys, without the recipe's, in which two rows differ."""
-    labels = zip(table.row_keys, row, other, strict=True)
-    return {key for key, a, b in labels if a != b and key.partition(".")[0] != "recipe"}
 
 
 def step(table: Table, row: Key, column: Key) -> float:

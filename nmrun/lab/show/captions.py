@@ -3,8 +3,9 @@ anything. :func:`method` has the rest."""
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from nmrun import ranges
 from nmrun.lab.compare import notation
@@ -30,12 +31,15 @@ def title(table: Table, aliases: Mapping[str, str] | None = None) -> str:
 
     Names are those of papers and the user's ``aliases``; None: as they are in configs.
     """
-    has = dict(table.shared)
+    has, named = dict(table.shared), set[str]()
     if aliases is not None:
+        depth = has.get("model.depth")
+        if depth and re.search(r"\d$", has.get("model", "")):  # as resnet20 has it in its name
+            has["model"], named = re.sub(r"\d+$", depth, has["model"]), {"depth"}
         groups = (key for key in ("model", "dataset", "optimizer") if key in has)
         has |= {key: notation.written(has[key], aliases) for key in groups}
     where = " on ".join(
-        has[key] + _other_than(key, table.shared)
+        has[key] + _other_than(key, table.shared, named)
         for key in ("model", "dataset")
         if has.get(key, "-") != "-"
     )
@@ -56,8 +60,9 @@ def _pruning(table: Table) -> str:
     return f"{what}pruned in one shot with {number}calibration samples"
 
 
-def _other_than(group: str, shared: Mapping[str, str]) -> str:
-    """The settings of a model or data set that are not its defaults, in brackets."""
+def _other_than(group: str, shared: Mapping[str, str], named: Collection[str]) -> str:
+    """The settings of a model or data set that are not its defaults, in brackets; but for those that
+    are ``named`` already."""
     name = shared[group]
     keys = options.keys(group, name) if name in options.names(group) else {}
     # lists of layers are long, and what another key decides is said by that
@@ -69,7 +74,9 @@ def _other_than(group: str, shared: Mapping[str, str]) -> str:
     other = [
         f"{key}={shared[f'{group}.{key}']}"
         for key, default in usual.items()
-        if f"{group}.{key}" in shared and not same(shared[f"{group}.{key}"], default)
+        if key not in named
+        and f"{group}.{key}" in shared
+        and not same(shared[f"{group}.{key}"], default)
     ]
     return f" ({', '.join(other)})" if other else ""
 

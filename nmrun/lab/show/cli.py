@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -66,6 +67,12 @@ def table(argv: Sequence[str]) -> int:
         "--out", type=Path, metavar="FILE", help="write to FILE instead of the terminal"
     )
     parser.add_argument(
+        "--bib",
+        type=Path,
+        metavar="FILE",
+        help="write whom to cite to FILE, as BibTeX: for recipes, data sets, metrics and tests",
+    )
+    parser.add_argument(
         "--experiment",
         metavar="NAMES",
         help="show the runs, rows, columns and published figures of these experiments (by commas, or all). Other words are "
@@ -83,7 +90,7 @@ def table(argv: Sequence[str]) -> int:
         raise_all(_unfit(options))
         if options.experiment:
             return _experiments(options)
-        _write(_content(options), _format(options), options.out)
+        _write(_content(options, argv), _format(options), options.out)
     return 0
 
 
@@ -100,8 +107,8 @@ def _unfit(options: argparse.Namespace) -> Iterator[str]:
         where = "; nmrun report writes HTML" if out.suffix.lower() in (".html", ".htm") else ""
         yield f"--out {out}: the suffix must be one of {', '.join(BY_SUFFIX)}, or say --format{where}"
     if options.experiment:
-        if options.runs or options.overall or options.labels:
-            yield "--experiment: --runs, --overall and --labels are for folders"
+        if options.runs or options.overall or options.labels or options.bib:
+            yield "--experiment: --runs, --overall, --labels and --bib are for folders"
         for word in options.paths:
             if "=" not in word:
                 yield f"{word}: beside --experiment stand overrides; runs in a folder are output_dir={word}"
@@ -116,14 +123,14 @@ def _unfit(options: argparse.Namespace) -> Iterator[str]:
     if options.runs:
         if style not in RECORDS:
             yield f"--runs --format {style}: a line a run is {', '.join(RECORDS)}"
-        of_cells = ("rows", "cols", "metric", "baseline", "overall", "digits", "method")
+        of_cells = ("rows", "cols", "metric", "baseline", "overall", "digits", "method", "bib")
         allowed = "beside --runs stand --filter, --format, --out and --verify"
         for name in of_cells:
             if vars(options)[name] not in (None, False):
                 yield f"--runs --{name}: it is for a table's cells; {allowed}"
 
 
-def _content(options: argparse.Namespace) -> str:
+def _content(options: argparse.Namespace, argv: Sequence[str]) -> str:
     from nmrun.lab.compare.runs import as_lines, as_text, filtered, read_runs, summary, verify
 
     style = _format(options)
@@ -134,12 +141,20 @@ def _content(options: argparse.Namespace) -> str:
         return as_text(as_lines(summary(selection)), style)
     query = _query(options, overall=options.overall)
     from nmrun.lab.compare.comparison import check_labels, compare
+    from nmrun.lab.show import citations
     from nmrun.lab.show.formats import render
 
     labels = _names(options.labels)
     comparison = compare(read_runs(_paths(options), options.verify), query, options.verify)
     check_labels(comparison.tables, labels)
-    return render(comparison, style, labels, options.method)
+    if options.bib:
+        atomic.write(options.bib, citations.bibtex(comparison.tables))
+    content = render(comparison, style, labels, options.method)
+    if style != "latex":
+        return content
+    command = shlex.join(["nmrun", "table", *argv])
+    made = citations.provenance(command, comparison.tables)
+    return "".join(f"% {' '.join(line.split())}\n" for line in made) + content
 
 
 def _query(options: argparse.Namespace, **more: Any) -> Query:

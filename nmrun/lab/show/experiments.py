@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 
 from nmrun.errors import ConfigError, tell
 from nmrun.lab.compare.comparison import Comparison, Query, compare, keys
+from nmrun.lab.compare.differences import against
 from nmrun.lab.compare.runs import check_name, metrics_and_keys, row, verify
-from nmrun.lab.compare.tables import Table, against
+from nmrun.lab.compare.tables import Table
 from nmrun.lab.runs.run_folder import RESULT, RunFolder
 from nmrun.lab.show import curves, formats, plots, style
 from nmrun.lab.show.curves import History

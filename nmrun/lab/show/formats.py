@@ -152,7 +152,7 @@ def _figures(table: Table, row: Key, column: Key) -> tuple[str, str, Cell]:
     if value is None:
         return "", "", cell
     sd = cell.sd if table.statistic == "mean" else None
-    decimals = table.digits_of(value, metric, sd)
+    decimals = table.digits_of((row, column), value, sd)
     counted = decimals is None and metric.startswith("flops/")  # all runs have the same
     spread = "" if sd is None or counted else printed(sd, metric, decimals)
     return printed(value, metric, decimals), spread, cell
@@ -295,12 +295,14 @@ HEAD = "% needs \\usepackage{booktabs}"
 
 
 def latex(table: Table, aliases: Mapping[str, str] | None = None) -> str:
-    """One ``table`` environment. A cell is the mean, with the standard deviation as its index.
+    """One ``table`` environment. A cell is the mean, with the standard deviation as its index. Each
+    column has one number of digits.
 
     The number of seeds stands in the caption, and in a cell where it is another one. With a
     baseline a star marks what differs from it. What else is to be known when comparing stands
     above, as a comment.
     """
+    table = table.evenly()
     n = _usual(table)
     above, columns = _columns(table, aliases)
     head = [*map(_heading, table.row_keys), *columns]
@@ -440,7 +442,7 @@ def _caption(table: Table, n: int, aliases: Mapping[str, str] | None) -> str:
         notes.append(f"{captions.bold(table).capitalize()} in bold")
     if table.baseline:
         gaps = table.differences.values()
-        whom = escape(", ".join({notation.written(row[0], aliases) for row in table.baseline}))
+        whom = escape(_whom(table, aliases))
         test = "(moderated t-test, Holm's correction, $p < 0.05$)"
         if any(gap.significant for gap in gaps):
             notes.append(f"$^{{*}}$: differs from {whom} {test}")
@@ -453,6 +455,22 @@ def _caption(table: Table, n: int, aliases: Mapping[str, str] | None) -> str:
     conditions = [*cautions.of_values(table), *cautions.of_differences(table)]
     notes += [escape(note[:1].upper() + note[1:]) for note in conditions]
     return ". ".join(notes) + "."
+
+
+def _whom(table: Table, aliases: Mapping[str, str] | None) -> str:
+    """The baseline, by what tells it from other rows: ``SR-STE of the same optimizer``."""
+    labels, same = [], []
+    for key, ours, every in zip(
+        table.row_keys,
+        zip(*table.baseline, strict=True),
+        zip(*table.rows, strict=True),
+        strict=True,
+    ):
+        if len(set(ours)) > 1:
+            same.append(notation.setting(key))
+        elif len(set(every)) > 1:
+            labels.append(notation.named(key, notation.written(ours[0], aliases)))
+    return ", ".join(labels) + (f" of the same {' and '.join(same)}" if same else "")
 
 
 def _name(table: Table) -> str:

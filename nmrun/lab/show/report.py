@@ -22,9 +22,9 @@ from nmrun import atomic
 from nmrun.errors import ConfigError
 from nmrun.lab.compare import notation
 from nmrun.lab.compare.comparison import Query, TableSection, divide
+from nmrun.lab.compare.differences import against
 from nmrun.lab.compare.notation import label, short
 from nmrun.lab.compare.runs import read_runs
-from nmrun.lab.compare.tables import against
 from nmrun.lab.folders import status
 from nmrun.lab.runs.run_folder import RunFolders
 from nmrun.lab.show import captions, formats, plots, points, style

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shlex
 from pathlib import Path
@@ -15,7 +16,10 @@ from verbs import verb
 
 from nmrun.errors import RunError
 from nmrun.lab.api.runs import Result
+from nmrun.lab.compare.runs import collect, to_csv
 from nmrun.lab.runs.run_folder import sealed
+from nmrun.lab.words.composition import config_of
+from nmrun.lab.words.identity import identity
 
 MODULE = """
 from pathlib import Path
@@ -162,3 +166,56 @@ def test_consent_imports(folder, tmp_path, capsys):
     assert verb(*line, "--yes") in (1, 2)
     assert "the run imports" not in capsys.readouterr().err.splitlines()[-1]
     assert Path("imported").exists()
+
+
+# --- a line of a CSV file -------------------------------------------------------------------------
+
+RESULTS = Path(__file__).parents[3] / "docs/results"
+
+
+def test_a_line_of_a_file_of_runs_is_the_run_again(tmp_path, monkeypatch, capsys):
+    """Its settings come from the file alone: the same id, and the same metrics to the last bit."""
+    monkeypatch.chdir(tmp_path)
+    words = ("dataset=digits", "recipe=asp", "recipe.prune_at=0.25", "sparsity=1:4", "seed=3")
+    more = ("optimizer=sgd", "optimizer.lr=0.03", "model.channels=[8,8]")
+    short = ("trainer.epochs=1", "trainer.limit_batches=3", "track=local", "trainer.threads=1")
+    assert verb(*words, *more, *short) == 0
+    Path("runs.csv").write_text(to_csv(collect(["outputs"])))
+    (first,) = Path("outputs").rglob("result.json")
+    capsys.readouterr()
+    assert verb("rerun", "runs.csv:2", "output_dir=again", "track=local") == 0
+    (again,) = Path("again").rglob("result.json")
+    results = [result_of(path.parent) for path in (first, again)]
+    assert results[0]["id"] == results[1]["id"]
+    assert results[0]["metrics"] == results[1]["metrics"]
+    assert "model.channels=[8,8]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", [2, 60, 170, 238])
+def test_lines_of_committed_files_have_the_id_of_their_settings(line, monkeypatch, capsys):
+    monkeypatch.setattr("nmrun.lab.sweeps.jobs.main", lambda words: asked.extend(words) or 0)
+    asked: list[str] = []
+    place = RESULTS / "step_long.csv"
+    assert verb("rerun", f"{place}:{line}", "track=local") == 0
+    assert "its id is" not in capsys.readouterr().err
+    with place.open(encoding="utf-8") as file:
+        run = list(csv.DictReader(file))[line - 2]
+    assert identity(config_of(asked)) == run["id"]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("step_long.csv:9999", "no run is in that line"),
+        ("step_long.csv:1", "no run is in that line"),
+        ("digits.csv:2", "the file has not all settings of a run"),
+        ("one_shot.csv:2", "magnitude prunes without training, by nmrun prune"),
+        ("images_trials.csv:2", "no file of runs: it has no column"),
+        ("nowhere.csv:2", "no file of runs"),
+    ],
+)
+def test_lines_that_make_no_run(line, complaint, capsys):
+    assert verb("rerun", f"{RESULTS}/{line}") == 2
+    err = capsys.readouterr().err
+    assert complaint in err
+    assert err.count("\n") == 1

@@ -25,8 +25,9 @@ from nmrun.errors import ConfigError
 from nmrun.lab.compare import overall
 from nmrun.lab.compare import statistics as tables_statistics
 from nmrun.lab.compare.comparison import Comparison
+from nmrun.lab.compare.differences import against
 from nmrun.lab.compare.statistics import summarise
-from nmrun.lab.compare.tables import Table, against, build
+from nmrun.lab.compare.tables import Table, build
 from nmrun.lab.show import formats, plots
 from nmrun.lab.show.style import INK, Layout
 

@@ -52,7 +52,7 @@ def test_cells_names_caption_and_label(write, table):
     assert "over 3 seeds" in caption(text)
     assert r"\label{tab:digits-small-conv-test-accuracy}" in text
     assert text.count(r"\begin{tabular}") == 1
-    assert text.startswith("% needs \\usepackage{booktabs}")
+    assert "% needs \\usepackage{booktabs}" in text.splitlines()
 
 
 def test_names_with_empty_lines_stay_on_one(write, table):
@@ -107,6 +107,39 @@ def test_stars_have_a_legend_where_one_is_there(write, table):
     assert "No difference to STE is significant (moderated t-test, Holm's correction" in caption(
         text
     )
+
+
+def test_the_caption_names_the_baseline_by_what_tells_it_from_other_rows(write, table):
+    """Not by the first key of a row, whatever that is."""
+    two_optimizers(write)
+    words = ("--format", "latex", "--rows", "optimizer,recipe", "--baseline", "ste")
+    one, both = (
+        re.search(r"(?:to|from) (\S+(?: of the same \w+)?) (?:is|\()", caption(text))[1]
+        for text in (table(*words, "--filter", "optimizer=adam")[1], table(*words)[1])
+    )
+    assert (one, both) == ("STE", "STE of the same optimizer")
+
+
+def test_a_network_of_another_depth_has_its_name(write, table):
+    for seed in range(2):
+        write("ste", "2:4", seed, 0.9, model={"name": "resnet20", "depth": 8})
+    assert ": ResNet-8 on digits" in caption(table("--format", "latex")[1])
+    assert "resnet20 (depth=8) on digits" in table()[1]
+
+
+def test_a_column_has_one_number_of_digits(write, table):
+    """That of most cells: deviations of 1.2, 1.3 and 4 points are all printed with one digit. What
+    is bold ties at these: 90.0 and 90.04, but not 89.6, which 4 points would round to 90."""
+    for seed in range(3):
+        write("ste", "2:4", seed, 0.9 + 0.012 * (seed - 1))
+        write("step", "2:4", seed, 0.9004 + 0.013 * (seed - 1))
+        write("sr_ste", "2:4", seed, 0.896 + 0.04 * (seed - 1))
+    cells = {line[0]: line[1] for line in body(table("--format", "latex")[1])[1:]}
+    assert cells == {
+        "STE": r"$\mathbf{90.0}_{\pm 1.2}$",
+        "STEP": r"$\mathbf{90.0}_{\pm 1.3}$",
+        "SR-STE": r"$89.6_{\pm 4.0}$",
+    }
 
 
 def test_digits_are_as_many_as_asked_for(write, table):
