@@ -146,9 +146,19 @@ def test_its_picture_is_that_of_the_runs(page, tmp_path, monkeypatch):
         *words, out = shlex.split(command)
         drawn = tmp_path / Path(out).name  # the name is in the picture
         assert verb(*words[1:], str(drawn)) == 0
-        committed = (ROOT / out).read_bytes()
-        version = f"Matplotlib v{matplotlib.__version__},".encode()
-        assert version not in committed or drawn.read_bytes() == committed
+        committed = (ROOT / out).read_text()
+        if f"Matplotlib v{matplotlib.__version__}," in committed:
+            (text, numbers), (right, others) = map(drawing, (drawn.read_text(), committed))
+            assert text == right
+            assert numbers == pytest.approx(others, abs=1e-3)
+
+
+def drawing(svg: str) -> tuple[str, list[float]]:
+    """A picture without its numbers, and these: processors round the last digit differently, and
+    matplotlib names clipped areas by a hash of theirs."""
+    svg = re.sub(r"\bp[0-9a-f]{10}\b", "area", svg)
+    number = r"-?\d+\.\d+"
+    return re.sub(number, "number", svg), [float(each) for each in re.findall(number, svg)]
 
 
 @pytest.mark.slow
