@@ -67,7 +67,7 @@ def codec(read: Callable[[], Mapping[str, bytes]], tokenizer: str) -> Codec:
         )
     texts = {name: _decode(name, text) for name, text in read().items()}
     if tokenizer == "character":
-        tokens = sorted(set().union(*texts.values()))
+        tokens = sorted(set("".join(texts.values())))
         return Codec(
             lambda text: [_known(tokens, letter) for letter in text],
             lambda numbers: "".join(tokens[number] for number in numbers),
