@@ -196,9 +196,8 @@ def layer_metrics(weights: Sequence[SparseWeight], recipe: Masks) -> dict[str, f
         of_part = added(part, torch.stack([rows[weight] for weight in part])).tolist()
         sums |= dict(zip(part, of_part, strict=True))
     measured = {}
-    for weight in weights:
-        nonzeros, kept_energy, pruned_energy = sums[weight]
-        measured[f"layer/{weight.name}/density"] = nonzeros / weight.shape.numel()
+    for weight, (kept, kept_energy, pruned_energy) in sums.items():
+        measured[f"layer/{weight.name}/density"] = kept / weight.shape.numel()
         measured[f"layer/{weight.name}/kept_energy"] = _ratio(
             kept_energy, kept_energy + pruned_energy
         )
