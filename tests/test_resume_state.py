@@ -255,6 +255,24 @@ def test_a_state_that_is_loaded_after_a_failed_step_is_the_state(monkeypatch):
     assert everything(*other) == everything(*early)
 
 
+@pytest.mark.parametrize("recipe", SCORED)
+def test_a_state_that_is_saved_after_a_failed_step_has_the_groups_of_the_optimizer(
+    recipe, monkeypatch
+):
+    model, optimizer, handle = start(recipe)
+    train(model, optimizer, range(6))
+    with monkeypatch.context() as patch:
+        patch.setattr("nmrun.optim.adam.stock_step", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(model, optimizer, range(6, 7))
+    optimizer.zero_grad()
+    handle.refresh()
+    other = resumed(recipe, stored(model, optimizer, handle), "mos")
+    train(*other[:2], range(6, TOTAL))
+    train(model, optimizer, range(6, TOTAL))
+    assert everything(*other) == everything(model, optimizer, handle)
+
+
 def test_the_clock_lies_in_the_first_parameter_group_as_plain_data():
     model, optimizer, _ = start("step")
     train(model, optimizer, range(3))

@@ -26,6 +26,8 @@ VERBS = {
     "plot": "nmrun.lab.show.cli.plot",
     "report": "nmrun.lab.show.cli.report",
     "export": "nmrun.lab.export.cli.main",
+    "sample": "nmrun.lab.export.predictions.sample",
+    "predict": "nmrun.lab.export.predictions.predict",
     "bench": "nmrun.lab.bench.main",
     "prune": "nmrun.lab.pruning.prune.main",
     "tune": "nmrun.lab.tune.cli.main",

@@ -140,9 +140,9 @@ class AddedParameters(Recipe):
         }
 
     def _number(self, value: Any) -> Any:
-        if not isinstance(value, list):
+        if not isinstance(value, dict):
             return value
-        kind, number = value
+        kind, number = value["dtype"], value["value"]
         on_device = self.group.get("capturable") or self.group.get("fused")
         device = next(iter(self.parameters.values())).device if on_device else "cpu"
         return torch.tensor(number, dtype=getattr(torch, kind), device=device)
@@ -165,7 +165,7 @@ class AddedParameters(Recipe):
 def _as_plain(value: Any) -> Any:
     """A number that an optimizer counts by; of a tensor, its dtype and value."""
     if isinstance(value, Tensor):
-        return [str(value.dtype).removeprefix("torch."), value.item()]
+        return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
     return value
 
 

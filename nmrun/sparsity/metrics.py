@@ -124,7 +124,7 @@ class MaskMetrics:
         Entries that flipped, that differ from the first masks, that are kept. Squares of
         kept and of pruned weights. With Adam, variances of kept and of pruned gradients."""
         variances = gradient_variance([w.parameter for w in self.weights], optimizer)
-        iterator, rows = iter(variances or ()), {}
+        iterator, rows = iter(variances or ()), dict[SparseWeight, Tensor]()
         for number, group in enumerate(_groups(self.weights)):
             mask = self._masks(group)
             entries = (mask ^ self._before[number], mask ^ self._firsts(group), mask)
@@ -187,18 +187,17 @@ def _apart(joined: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 def layer_metrics(weights: Sequence[SparseWeight], recipe: Masks) -> dict[str, float]:
     """Each sparse weight by itself: ``layer/<name>/density``, the share of non-zeros in the forward
     weight, and ``layer/<name>/kept_energy``, as in :meth:`MaskMetrics.after`."""
-    rows = {}
+    rows = dict[SparseWeight, Tensor]()
     for weight in weights:
         nonzeros = torch.count_nonzero(weight.weight.bool()).double()
         rows[weight] = torch.stack([nonzeros, *energies(weight.dense, mask_of(weight, recipe))])
-    sums = {}
+    sums = dict[SparseWeight, list[float]]()
     for part in alike(weights) if rows else ():
         of_part = added(part, torch.stack([rows[weight] for weight in part])).tolist()
         sums |= dict(zip(part, of_part, strict=True))
     measured = {}
-    for weight in weights:
-        nonzeros, kept_energy, pruned_energy = sums[weight]
-        measured[f"layer/{weight.name}/density"] = nonzeros / weight.shape.numel()
+    for weight, (kept, kept_energy, pruned_energy) in sums.items():
+        measured[f"layer/{weight.name}/density"] = kept / weight.shape.numel()
         measured[f"layer/{weight.name}/kept_energy"] = _ratio(
             kept_energy, kept_energy + pruned_energy
         )

@@ -25,6 +25,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sqft": {"rank": 4},
 }
 
+DRAWING = ("maskllm", "sqft")  # by torch's generator, which Lightning has used before
+
 
 def loader(count: int = BATCHES, rank: int | None = None) -> DataLoader[Tensor]:
     """Batches of eight rows, or one of two ranks' half of each."""

@@ -14,7 +14,8 @@ from nmrun.integrations.lightning import NMCallback  # noqa: E402
 if __name__ == "__main__":
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     torch.set_default_dtype(torch.float64)
-    for recipe, options in lit.OPTIONS.items():
+    for recipe in sorted(lit.OPTIONS.keys() - set(lit.DRAWING)):
+        options = lit.OPTIONS[recipe]
         module = lit.Module()
         sparse = NMCallback(recipe, "2:4", **{"exclude": None, **options})
         trainer = lit.trainer(

@@ -459,7 +459,7 @@ def test_two_processes(tmp_path):
     script = Path(__file__).with_name("lit_ranks.py")
     process = subprocess.run([*command, str(script), str(tmp_path)], capture_output=True, text=True)
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
-    for recipe in lit.OPTIONS:
+    for recipe in sorted(lit.OPTIONS.keys() - set(lit.DRAWING)):
         results = [torch.load(tmp_path / f"{recipe}{rank}.pt") for rank in (0, 1)]
         assert bits(results[0]) == bits(results[1]), recipe
         alone = plain_loop(recipe).state_dict()

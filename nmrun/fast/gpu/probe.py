@@ -189,6 +189,8 @@ def obstacle(device: torch.device) -> str:
     """Why there are no 2:4 products on this device; empty if there might be."""
     if device.type != "cuda":
         return "no CUDA device"
+    if torch.version.hip:
+        return "cuSPARSELt is for NVIDIA's GPUs, and this torch is for ROCm"
     capable = torch.cuda.get_device_capability(device)[0] >= 8
     return "" if capable else "this GPU has no sparse tensor cores"
 

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         ("python", platform.python_version()),
         (
             "torch",
-            f"{torch.__version__}, {quantity(torch.get_num_threads(), 'thread')}, CUDA {torch.version.cuda or 'not built in'}",
+            f"{torch.__version__}, {quantity(torch.get_num_threads(), 'thread')}, {platform_of_torch()}",
         ),
         *gpus(),
         ("cuSPARSELt", cusparselt()),
@@ -75,6 +75,15 @@ def main(argv: Sequence[str]) -> int:
     ]:
         print(f"{name:<15} {value}", flush=True)
     return 0 if writable else 1
+
+
+def platform_of_torch() -> str:
+    """What GPUs torch was built for."""
+    import torch
+
+    if torch.version.hip:
+        return f"ROCm {torch.version.hip}: not tried with nmrun, see docs/gpu.md"
+    return f"CUDA {torch.version.cuda or 'not built in'}"
 
 
 def bandwidth(columns: int = 4096) -> list[float]:

@@ -348,7 +348,7 @@ usage: nmrun [group=option ...] [key=value ...]      one run
        nmrun -m [group=a,b ...] [key=x,y ...]        a sweep; run again, it does only what is missing
        nmrun -m key=x,y other=u,v zip=key,other      values that go together
        nmrun status|table|plot|report|compare|rerun ...             verbs for runs, each with --help
-       nmrun tune|prune|export|ratios|bench|prepare|doctor ...      other verbs
+       nmrun tune|prune|export|sample|predict|ratios|bench|prepare|doctor ...      other verbs
        nmrun help KEY|GROUP|GROUP=OPTION|VERB        what it means, takes, and is by default
 
 == Groups and their options ==

@@ -54,7 +54,7 @@ TABLE = {
     "leave it out: nmrun recipe=sr_ste sparsity=2:4 is a run": "train fit run start launch main finetune train.py",
     "-m makes a sweep, as in nmrun -m recipe=dense,sr_ste seed=0,1,2": "sweep multirun grid agent --sweep",
     "nmrun tune NAME -m ... searches settings": "hpo search optimize",
-    "each run evaluates itself; nmrun table outputs shows it": "eval evaluate test val validate predict",
+    "each run evaluates itself; nmrun table outputs shows it": "eval evaluate test val validate",
     "write nmrun status": "list ls ps runs show history log logs",
     "write nmrun table outputs": "results leaderboard summary",
     "write nmrun report outputs": "ui dashboard",

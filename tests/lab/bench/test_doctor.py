@@ -148,6 +148,16 @@ def test_gpus_without_sparse_tensor_cores_and_none(monkeypatch: pytest.MonkeyPat
     assert list(doctor.gpus()) == [("GPU", "none"), ("driver", "999.1")]
 
 
+def test_a_torch_for_rocm_has_no_products_of_cusparselt(monkeypatch: pytest.MonkeyPatch):
+    """Its GPUs are CUDA devices to torch, of capability 9.4."""
+    gpu(monkeypatch, 9, 4)
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    assert [words for _, words in doctor.accelerated()] == [
+        "none: cuSPARSELt is for NVIDIA's GPUs, and this torch is for ROCm; masks train anywhere"
+    ]
+    assert doctor.platform_of_torch() == "ROCm 6.4.1: not tried with nmrun, see docs/gpu.md"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", [True, False])
 def test_the_whole_of_it_on_a_cpu(

@@ -523,7 +523,7 @@ TOOLS = {
         "leave it out: nmrun recipe=",
     ),
     **dict.fromkeys(("sweep", "agent abc", "--sweep"), "-m makes a sweep"),
-    **dict.fromkeys(("eval", "predict model=mlp", "leaderboard"), "nmrun table"),
+    **dict.fromkeys(("eval", "validate model=mlp", "leaderboard"), "nmrun table"),
     **dict.fromkeys(("list", "runs", "delete outputs"), "nmrun status"),
     **dict.fromkeys(("version", "-V"), "nmrun --version"),
     **dict.fromkeys(

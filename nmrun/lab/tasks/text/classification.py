@@ -72,7 +72,7 @@ class TextClassification(InMemory, Categorical):
 
     ``splits`` are texts and their labels, classes from 0 or scores. Splits beside train, val and
     test are named ``test_<suffix>`` and evaluated along with test; their metrics have the suffix
-    too. ``metrics`` are names of :func:`scores`; recipes are compared by the first. Raises
+    too. ``texts`` is 2 where they are pairs. ``metrics`` are names of :func:`scores`; recipes are compared by the first. Raises
     ConfigError for fewer training texts than a batch takes, and for smoothed labels of scores.
     """
 
@@ -99,6 +99,7 @@ class TextClassification(InMemory, Categorical):
             for name, (inputs, labels) in splits.items()
         }
         self.has_test = "test" in splits
+        self.tokenizer, self.texts = tokenizer, len(splits["train"][0][0])
         self.padding, self.classes, self.device = tokenizer.padding, classes, torch.device(device)
         self.inputs = {
             "vocabulary": tokenizer.vocabulary,
@@ -207,9 +208,17 @@ class TextClassification(InMemory, Categorical):
             self._order = epoch, epoch_order(self.seed, epoch, len(self.splits["train"]))
         return self._order[1]
 
+    def batch_of(self, *texts: Text) -> Batch:
+        """Texts of anybody's, each one or a pair, with labels of 0."""
+        labels = torch.zeros(len(texts), dtype=self.splits["train"].labels.dtype)
+        encoded = Encoded(*self.tokenizer.encode(texts), labels)
+        return self._padded(encoded, torch.arange(len(texts)))
+
     def _batch(self, split: str, rows: Tensor, length: int | None = None) -> Batch:
-        """Texts of a split, padded to the longest of them, or cut or padded to ``length``."""
-        texts = self.splits[split]
+        return self._padded(self.splits[split], rows, length)
+
+    def _padded(self, texts: Encoded, rows: Tensor, length: int | None = None) -> Batch:
+        """Texts padded to the longest of them, or cut or padded to ``length``."""
         lengths = texts.lengths(rows)[:, None]
         columns = torch.arange(int(lengths.max()) if length is None else length)
         mask = columns < lengths

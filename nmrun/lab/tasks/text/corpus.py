@@ -6,7 +6,8 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,49 @@ def encode(texts: Mapping[str, bytes], tokenizer: str) -> Encoded:
     if tokenizer == "character":
         return _characters(decoded)
     return _words(decoded) if tokenizer == "word" else _pieces(decoded, tokenizer)
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How a text becomes token numbers, and these a text again."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+
+
+def codec(read: Callable[[], Mapping[str, bytes]], tokenizer: str) -> Codec:
+    """The codec of :func:`encode`, by the texts that ``read`` reads where their letters or words are
+    the tokens. It raises ConfigError for a letter or word that is none."""
+    if tokenizer == "byte":
+        return Codec(
+            lambda text: list(text.encode()),
+            lambda numbers: bytes(numbers).decode(errors="replace"),
+        )
+    if tokenizer not in LEVELS:
+        loaded = _tokenizer(tokenizer)
+        return Codec(
+            lambda text: loaded.encode(text, add_special_tokens=False).ids,
+            lambda numbers: loaded.decode(list(numbers), skip_special_tokens=False),
+        )
+    texts = {name: _decode(name, text) for name, text in read().items()}
+    if tokenizer == "character":
+        tokens = sorted(set("".join(texts.values())))
+        return Codec(
+            lambda text: [_known(tokens, letter) for letter in text],
+            lambda numbers: "".join(tokens[number] for number in numbers),
+        )
+    tokens = list(dict.fromkeys(itertools.chain.from_iterable(_lines(texts["train"]))))
+    return Codec(
+        lambda text: [_known(tokens, word) for word in " <eos> ".join(text.split("\n")).split()],
+        lambda numbers: " ".join(tokens[number] for number in numbers).replace(f" {END} ", "\n"),
+    )
+
+
+def _known(tokens: list[str], token: str) -> int:
+    token = token if token in tokens or UNKNOWN not in tokens else UNKNOWN
+    if token not in tokens:
+        raise ConfigError(f"{token!r} is not in the vocabulary of the training text")
+    return tokens.index(token)
 
 
 def _decode(name: str, text: bytes) -> str:

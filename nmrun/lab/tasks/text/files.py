@@ -9,7 +9,7 @@ import re
 import sysconfig
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +121,9 @@ def of_texts(
         )
     vocabulary = int(arrays.pop("vocabulary"))
     unit = tokenizer if tokenizer in corpus.LEVELS else "token"
-    return LanguageModelling.of(config, arrays, vocabulary, device, unit)
+    task = LanguageModelling.of(config, arrays, vocabulary, device, unit)
+    task.codec = partial(corpus.codec, read, tokenizer)
+    return task
 
 
 def _texts(paths: Mapping[str, Path], fractions: Mapping[str, float]) -> dict[str, bytes]:
@@ -257,7 +259,9 @@ def stdlib(config: Config, device: torch.device) -> LanguageModelling:
             f"dataset.sha256={sha256}: the library of this Python has another text, {stdlib_digest(name)}"
         )
     splits = {split: np.frombuffer(text, np.uint8) for split, text in stdlib_sources(name).items()}
-    return LanguageModelling.of(config, splits, 256, device, "byte")
+    task = LanguageModelling.of(config, splits, 256, device, "byte")
+    task.codec = partial(corpus.codec, dict, "byte")
+    return task
 
 
 # tokens at the beginning of each file; the others are looked at as they are used

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from nmrun.lab.tasks.base import (
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
+    from nmrun.lab.tasks.text.corpus import Codec
 
 
 def cross_entropy(logits: Tensor, following: Tensor, **options: Any) -> Tensor:
@@ -53,6 +54,8 @@ class LanguageModelling(Categorical):
 
     metric = "perplexity"
     higher_is_better = False
+    codec: Callable[[], Codec] | None = None
+    """How texts become these tokens and the other way round; None where that is not known."""
 
     def __init__(
         self,
