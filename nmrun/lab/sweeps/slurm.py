@@ -26,7 +26,7 @@ MOST = 1000  # jobs of an array; Slurm's own limit is 1,001
 PAUSE = 1.0  # seconds between two looks at the record
 
 
-class Launcher(SlurmLauncher):  # type: ignore[misc]  # it has no types
+class Launcher(SlurmLauncher):
     """Submits jobs, and waits until each has ended or has left the queue; with ``detach`` it does
     not. ``folders`` has the run folder of each job, by its words. Both are the class's, since Hydra
     makes the launcher.

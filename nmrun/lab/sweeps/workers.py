@@ -155,9 +155,9 @@ def ends_by_record(folder: Path) -> Iterator[None]:
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 
-    former = signal.getsignal(signal.SIGTERM)
+    former: Any = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL  # None: it is no Python's
     thread = threading.Thread(target=watch, daemon=True)
-    with _interrupting({signal.SIGTERM: former} if callable(former) else {}):
+    with _interrupting({signal.SIGTERM: former}):
         thread.start()
         try:
             yield
