@@ -239,7 +239,6 @@ def job_line(folder: Path, record: sweep.Record, line: dict[str, Any]) -> str:
         took = f"; {span(line['seconds'])}" if line["status"] == "finished" else ""
         return f"{sweep.name(record, line)}: {status}, {line['metric']} {scores}{took}"
     parts = [f"{status}: {line['error']}" if line.get("error") else status]
-    log = sweep.log_of(folder, line.get("job") or 0)
-    if status in ("failed", "refused", "killed") and log.exists():
-        parts.append(str(log))
+    if status in ("failed", "refused", "killed") and line.get("job"):
+        parts.append(str(sweep.log_of(folder, line["job"])))
     return f"{sweep.name(record, line)}: {'; '.join(parts)}"
