@@ -20,7 +20,7 @@ from slurm import cluster
 from nmrun.errors import ConfigError
 from nmrun.lab.folders import queue, status, sweep
 from nmrun.lab.sweeps import jobs
-from nmrun.lab.words import composition
+from nmrun.lab.words import command_line, composition
 
 WORDS = ("recipe=sr_ste", "track=local", "model.channels=[8,8,8]", "trainer.batch_size=16")
 
@@ -53,6 +53,10 @@ def test_a_preset_of_ones_own_is_a_launcher_for_slurm(tmp_path):
     assert (asked.launcher, asked.queues, asked.detach) == ("ours", True, True)
     with pytest.raises(ConfigError, match="launcher=slurm"):
         jobs.checked(["launcher=submitit_local", "detach=true", "seed=0,1"], True)
+
+
+def test_the_command_for_a_job_alone_submits_nothing():
+    assert command_line.of_job(["seed=0", "detach=True"], None) == "nmrun seed=0"
 
 
 @pytest.fixture
