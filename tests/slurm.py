@@ -20,6 +20,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
 AuthType=auth/none
+AuthInfo=cred_expire=10
 CredType=cred/none
 SlurmUser={user}
 StateSaveLocation={place}/state
@@ -40,7 +41,7 @@ PartitionName=all Nodes=ALL Default=YES
 
 @contextlib.contextmanager
 def cluster(place: Path) -> Iterator[None]:
-    """Jobs start two at a time. Skips the test where there are no programs of Slurm's (Debian's
+    """Jobs start two at a time; one that is queued again waits ten seconds. Skips the test where there are no programs of Slurm's (Debian's
     slurm-wlm), or they do not start."""
     programs = ("slurmctld", "slurmd", "sbatch", "srun")
     if missing := [name for name in programs if shutil.which(name) is None]:

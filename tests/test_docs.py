@@ -18,7 +18,7 @@ from runs import mistakes
 import nmrun.lab.cli as cli
 import nmrun.lab.sweeps.jobs
 from nmrun.errors import ConfigError
-from nmrun.lab.words import command_line, experiment, rules
+from nmrun.lab.words import command_line, experiment, launchers, rules
 from nmrun.lab.words.composition import Cache
 
 ROOT = Path(__file__).parent.parent
@@ -68,7 +68,7 @@ def test_commands_are_accepted(command, tmp_path, monkeypatch):
         return
     monkeypatch.setattr(rules, "DEVICES", (str(tmp_path),))  # a machine with a GPU
     # Hydra's launchers are extras
-    settings = [word for word in words if not word.startswith("hydra")]
+    settings = [word for word in words if not launchers.spelt_out(word).startswith("hydra")]
     asked = command_line.options(settings)
     for overrides in experiment.expand(asked.overrides, asked.multirun):
         words = command_line.own_recipe(overrides)

@@ -110,12 +110,6 @@ def begin(
     atomic.write(folder / HEAD, json.dumps(content) + "\n")
 
 
-def recount(folder: Path, jobs: int) -> None:
-    """Correct the number of jobs, where more is swept than the overrides in the record."""
-    head = documents.read_json(folder / HEAD)
-    atomic.write(folder / HEAD, json.dumps({**head, "jobs": jobs}) + "\n")
-
-
 def begins(
     folder: Path, number: int, overrides: list[str], run: Path, launched: bool = True
 ) -> None:

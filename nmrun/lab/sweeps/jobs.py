@@ -87,7 +87,6 @@ def main(argv: list[str]) -> int:
 
 def checked(overrides: list[str], multirun: bool, config_dir: str | None = None) -> Command:
     """What a command line asks for, composed and checked. ConfigError with all that is wrong."""
-    overrides = list(map(launchers.spelt_out, overrides))
     sweeps = [
         command_line.own_recipe(words, config_dir)
         for words in experiment.expand(overrides, multirun, config_dir)

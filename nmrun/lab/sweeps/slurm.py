@@ -26,7 +26,7 @@ MOST = 1000  # jobs of an array; Slurm's own limit is 1,001
 PAUSE = 1.0  # seconds between two looks at the record
 
 
-class Launcher(SlurmLauncher):  # type: ignore[misc]  # it has no types
+class Launcher(SlurmLauncher):
     """Submits jobs, and waits until each has ended or has left the queue; with ``detach`` it does
     not. ``folders`` has the run folder of each job, by its words. Both are the class's, since Hydra
     makes the launcher.
@@ -86,8 +86,9 @@ def _wait(folder: Path) -> None:
         if there is None:
             continue
         for job in lost & gone:  # what it wrote at its end came from another host, and had time
-            line = waiting[job]
-            error = f"Slurm says {queue.state(line['queue'])} of job {line['queue']}"
+            line, id = waiting[job], waiting[job]["queue"]
+            log = folder / ".submitit" / id / f"{id}_0_log.err"
+            error = f"Slurm says {queue.state(id)} of job {id}, whose errors are in {log}"
             outcome: dict[str, Any] = {"status": "killed", "folder": line["folder"], "error": error}
             sweep.add(folder, outcome, line["overrides"], 0.0, job)
         gone = lost - gone

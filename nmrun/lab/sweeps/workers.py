@@ -103,7 +103,7 @@ def signals_for_run() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interrupting(
-    afterwards: Mapping[signal.Signals, Callable[[int, FrameType | None], Any] | int],
+    afterwards: Mapping[signal.Signals, Callable[[int, FrameType | None], Any]],
 ) -> Iterator[None]:
     """While entered, these signals raise KeyboardInterrupt, except in a run, which handles them.
     Afterwards they have the handlers that are given."""
@@ -155,9 +155,9 @@ def ends_by_record(folder: Path) -> Iterator[None]:
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 
-    former = signal.getsignal(signal.SIGTERM)
+    former: Any = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL  # None: it is no Python's
     thread = threading.Thread(target=watch, daemon=True)
-    with _interrupting({signal.SIGTERM: signal.SIG_DFL if former is None else former}):
+    with _interrupting({signal.SIGTERM: former}):
         thread.start()
         try:
             yield

@@ -105,7 +105,7 @@ def typed(config_dir: str | None, words: Sequence[str]) -> str:
 
 def of_job(overrides: Sequence[str], config_dir: str | None = None) -> str:
     """The command that asks for one job alone; in a sweep that is not what was typed."""
-    words = list(overrides)
+    words = [word for word in overrides if key(word) != "detach"]
     if "sparsity=dense" in words:  # by whatever recipe, which one run is not asked for then
         words = [word for word in words if not word.lstrip("+").startswith("recipe")]
     elif "recipe=dense" in words:

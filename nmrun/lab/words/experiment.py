@@ -1,4 +1,5 @@
-"""The words of a sweep that stand for others: ``experiment=NAME scale=SCALE`` and ``zip=KEY,KEY``.
+"""The words of a sweep that stand for others: ``experiment=NAME scale=SCALE``, ``zip=KEY,KEY``
+and ``launcher=NAME``.
 
 An experiment is a table or figure of a paper as one file, ``conf/experiment/<name>.yaml``. Its
 overrides replace the word before Hydra reads it. So its runs are the same, in the same folders, as
@@ -23,7 +24,7 @@ from hydra.errors import HydraException
 from nmrun.errors import ConfigError, raise_all, refused
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
-from nmrun.lab.words import command_line, composition, precheck
+from nmrun.lab.words import command_line, composition, launchers, precheck
 from nmrun.lab.words.composition import Cache
 from nmrun.lab.words.identity import run_folder
 from nmrun.ranges import OPTIONAL_TEXT, TEXT, Check
@@ -225,12 +226,14 @@ def own(config_dir: str | None) -> list[str]:
 
 
 def expand(words: Sequence[str], multirun: bool, config_dir: str | None = None) -> list[list[str]]:
-    """The overrides of each sweep, with those that ``experiment``, ``scale`` and ``zip`` stand for.
+    """The overrides of each sweep, with those that ``experiment``, ``scale``, ``zip`` and
+    ``launcher`` stand for.
 
     ``experiment`` takes several names with commas between, or ``all``; ``scale`` is ``small`` by
     default. Those of the user's own in ``config_dir`` are left as they are. Raises ConfigError for
     an unknown one, for keys that cannot be zipped, and without ``-m``.
     """
+    words = list(map(launchers.spelt_out, words))
     values = {command_line.key(word): word.partition("=")[2] for word in words}
     if "zip" in values and not multirun:
         raise ConfigError(f"zip={values['zip']}: several values make a sweep; add -m")

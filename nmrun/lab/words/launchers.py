@@ -39,7 +39,7 @@ RAY = "hydra_ray_launcher."
 LAUNCHERS = {
     "joblib": Launcher("launchers", "joblib", JOBLIB, here=True, signals="passed"),
     "submitit_local": Launcher(
-        "launchers", "submitit_local", f"{SUBMITIT}LocalLauncher", here=True
+        "launchers", "submitit_local", f"{SUBMITIT}LocalLauncher", here=True, signals="read"
     ),
     "slurm": SLURM,
     "submitit_slurm": SLURM,

@@ -150,7 +150,7 @@ class _Sweep:
         self.problems += unreadable
         loader = GlobalHydra.instance().config_loader()
         named = [str(o.value()) for o in overrides if o.key_or_group == GROUP]
-        self.launcher, missing = named[-1] if named else "basic", _refusedby_hydra(overrides)
+        self.launcher, missing = named[-1] if named else "basic", _refused(overrides)
         missing += _not_here(self.launcher, loader)
         self.known: Launcher | None = None
         readable = multirun and hydras and not missing and not unreadable
@@ -352,7 +352,7 @@ def _speaks_to_hydra(file: Path) -> bool:
     return "hydra" in content or any(name.startswith("hydra/") for name in chosen)
 
 
-def _refusedby_hydra(overrides: Sequence[Override]) -> list[str]:
+def _refused(overrides: Sequence[Override]) -> list[str]:
     """A line for each word to Hydra that would do nothing here, or fail later."""
     problems = []
     for override in overrides:

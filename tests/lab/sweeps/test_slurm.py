@@ -20,7 +20,7 @@ from slurm import cluster
 from nmrun.errors import ConfigError
 from nmrun.lab.folders import queue, status, sweep
 from nmrun.lab.sweeps import jobs
-from nmrun.lab.words import composition
+from nmrun.lab.words import command_line, composition
 
 WORDS = ("recipe=sr_ste", "track=local", "model.channels=[8,8,8]", "trainer.batch_size=16")
 
@@ -53,6 +53,10 @@ def test_a_preset_of_ones_own_is_a_launcher_for_slurm(tmp_path):
     assert (asked.launcher, asked.queues, asked.detach) == ("ours", True, True)
     with pytest.raises(ConfigError, match="launcher=slurm"):
         jobs.checked(["launcher=submitit_local", "detach=true", "seed=0,1"], True)
+
+
+def test_the_command_for_a_job_alone_submits_nothing():
+    assert command_line.of_job(["seed=0", "detach=True"], None) == "nmrun seed=0"
 
 
 @pytest.fixture
@@ -158,7 +162,6 @@ def test_a_detached_sweep_is_queued_again_and_ends_with_the_same_bits(slurm, tmp
     assert {job.partition("_")[0] for job in in_queue()} == {array}, "they were submitted again"
     slurms("scancel", "--signal=USR2", f"{array}_0")  # as Slurm does before the time is up
     until(lambda: "PENDING" in slurms("squeue", "-h", "-j", f"{array}_0", "-o", "%T"))
-    slurms("scontrol", "update", f"jobid={array}_0", "starttime=now")  # it waits two minutes else
     until(lambda: not in_queue())
     (job,) = (log for log in tmp_path.rglob("job1.log"))
     assert "goes on at step" in job.read_text()

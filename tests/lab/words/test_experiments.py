@@ -26,7 +26,7 @@ from nmrun.lab.show import cli as report
 from nmrun.lab.show import experiments
 from nmrun.lab.sweeps import jobs
 from nmrun.lab.train.optimizers import scheduled
-from nmrun.lab.words import composition, experiment, identity, precheck, schema
+from nmrun.lab.words import composition, experiment, identity, precheck, rules, schema
 from nmrun.lab.words.composition import Cache
 from nmrun.recipes import RECIPES
 
@@ -74,8 +74,8 @@ def label(config: schema.Config, key: str) -> str:
 
 @pytest.mark.parametrize(("name", "scale"), SMOKES_FIRST)
 def test_every_job_is_accepted(name, scale, monkeypatch):
-    refusals = precheck.rules.refusals  # as on a machine with the data and a GPU
-    monkeypatch.setattr(precheck.rules, "refusals", lambda config, here: refusals(config, False))
+    refusals = rules.refusals  # as on a machine with the data and a GPU
+    monkeypatch.setattr(rules, "refusals", lambda plain, here: refusals(plain, False))
     sweeps = experiment.expand([f"experiment={name}", f"scale={scale}"], multirun=True)
     jobs, accepted = 0, {}
     for words in sweeps:
