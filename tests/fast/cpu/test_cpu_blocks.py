@@ -1,0 +1,141 @@
+"""Products with a V:N:M matrix against float64: by the vector instruction, by its definition, and by
+AMX, whose instructions are written out in ``tiles.h``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from bf16_emulated import HAS_INSTRUCTION
+from operands import normal, normal_bf16, sparse
+from torch import Tensor
+
+from nmrun.fast.cpu.kernels import blocks
+from nmrun.fast.cpu.kernels.blocks import BlockMatrix
+from nmrun.kernels import compiler
+
+STAND_IN = f'-DTILES_BY="{Path(__file__).with_name("tiles.h")}"'
+WAYS = {"vectors": (), "emulated": ("-DEMULATED",), "tiles": (STAND_IN,)}
+
+
+@pytest.fixture(params=WAYS, autouse=True)
+def way(
+    request: pytest.FixtureRequest, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    flags = WAYS[request.param]
+    if not HAS_INSTRUCTION:
+        if request.param == "vectors":
+            pytest.skip("this processor has no bfloat16 products")
+        flags = tuple(dict.fromkeys((*flags, "-DEMULATED")))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kernel_cache))
+    kernels = replace(blocks.KERNELS, flags=(*blocks.KERNELS.flags, *flags))
+    if kernels.obstacle():
+        pytest.skip("no AVX-512 here")
+    monkeypatch.setattr(blocks, "KERNELS", kernels)
+    blocks.tiles_obstacle.cache_clear()
+    yield request.param
+    blocks.tiles_obstacle.cache_clear()
+
+
+def check(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Within the rounding of float32 in each step of the sum, and of bfloat16 at its end."""
+    x, weight = x.double(), weight.double()
+    expected = x @ weight.t() + (0 if bias is None else bias.double())
+    steps = int((weight != 0).sum(1).max()) + 4
+    size = x.abs() @ weight.abs().t() + (0 if bias is None else bias.abs())
+    off = (result.double() - expected).abs()
+    assert bool((off <= 2**-8 * expected.abs() + 1.01 * steps * 2**-24 * size).all())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rows", "columns", "height"),
+    [
+        ("64:4:16", 128, 100, 64),
+        ("16:4:8", 48, 64, 16),
+        ("32:2:8", 96, 300, 32),
+        ("48:4:32", 96, 70, 48),  # three tiles of rows
+        ("64:1:9", 64, 33, 64),
+        ("2:4", 40, 37, 32),  # nothing is shared, and the last group is short
+        ("1:1", 1, 1, 16),
+    ],
+)
+def test_patterns_shapes_and_numbers_of_tokens(
+    pattern: str, rows: int, columns: int, height: int
+) -> None:
+    weight = sparse(rows, columns, pattern).bfloat16()
+    bias, x = normal(rows, seed=1), normal_bf16(70, columns)
+    matrix = blocks.packed(weight, height)
+    assert torch.equal(matrix.dense(), weight)
+    again = BlockMatrix.of(matrix.values, matrix.index, rows, columns)
+    whole = blocks.multiply(x, again, bias)
+    check(whole, x, weight, bias)
+    check(blocks.multiply(x, matrix), x, weight)
+    for tokens in (1, 2, 31, 32, 33):
+        assert torch.equal(blocks.multiply(x[:tokens], matrix, bias), whole[:tokens])
+    assert torch.equal(blocks.multiply(x.t().contiguous().t(), matrix, bias), whole)
+    assert blocks.multiply(x[:0], matrix).shape == (0, rows)
+
+
+def test_which_way_it_is(way: str) -> None:
+    why = blocks.tiles_obstacle()
+    assert why == "" if way == "tiles" else "AMX" in why or not why
+
+
+@pytest.mark.parametrize(("threads", "tokens"), [(2, 70), (3, 5)])
+def test_threads_share_tokens_or_groups(
+    threads: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = sparse(128, 64, "32:4:8"), normal_bf16(tokens, 64)
+    matrix = blocks.packed(weight, 32)
+    alone = blocks.multiply(x, matrix)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(compiler, "CHUNK", 1)
+    assert torch.equal(blocks.multiply(x, matrix), alone)
+
+
+def test_what_is_not_finite_stays_with_its_token() -> None:
+    weight, x = sparse(64, 64, "64:4:16").bfloat16(), normal_bf16(33, 64)
+    plain = blocks.multiply(x, matrix := blocks.packed(weight, 64))
+    column = int(weight[0].nonzero()[0])
+    x[3, column], x[32, column] = torch.nan, torch.inf
+    z = blocks.multiply(x, matrix)
+    assert z[3].isnan().all()
+    assert not z[32].isfinite().any()
+    others = [t for t in range(33) if t not in (3, 32)]
+    assert torch.equal(z[others], plain[others])
+    weight[5, column] = torch.nan
+    z = blocks.multiply(x[others], blocks.packed(weight, 64))
+    assert z[:, 5].isnan().all()
+    assert torch.equal(z[:, :5], plain[others][:, :5])
+
+
+def test_tensors_that_hold_no_matrix_are_refused() -> None:
+    matrix = blocks.packed(sparse(64, 64, "64:4:16"), 64)
+    values, index = matrix.values, matrix.index
+    for wrong in (
+        (values[:0], index, 64, 64),
+        (values.float(), index, 64, 64),
+        (values, index.long(), 64, 64),
+        (values, index + 1, 64, 64),
+        (values, index - 1, 64, 64),
+        (values, index[:, :16], 64, 64),
+        (values, index, 65, 64),
+    ):
+        with pytest.raises(ValueError, match=r"index|column|tiles"):
+            BlockMatrix.of(*wrong)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "height"),
+    [("64:4:16", 64), ("128:4:16", 64), ("32:4:16", 32), ("16:4:8", 16), ("2:4", None), ("8:4:16", 16)],
+)  # fmt: skip
+def test_the_height_of_groups_is_found(pattern: str, height: int | None) -> None:
+    weight = sparse(128, 160, pattern)
+    assert blocks.height_of(weight != 0) == height
+    weight[3, 7] = 1.0  # a weight that is off makes one group wider, and no number wrong
+    if height:
+        assert torch.equal(blocks.packed(weight, height).dense(), weight.bfloat16())
