@@ -15,7 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from nmrun.kernels.compiler import CFunctions, address, in_tokens_or_rows
+from nmrun.kernels.compiler import BEGIN, END, CFunctions, address, in_parts, in_tokens_or_rows
+from nmrun.patterns import Pattern
 
 TILE = 16  # rows, as in nm_block_bf16.c
 DEEP = 32  # columns of a tile
@@ -28,7 +29,12 @@ KERNELS = CFunctions(
     ("nm_scratch", "nm_vectors", "nm_tiles", "nm_block_bf16"),
     ("-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"),
     __package__,
-    {"nm_block_bf16": "p" * 5 + "n" * 10, "nm_tiles": ""},
+    {
+        "nm_block_bf16": "p" * 6 + "n" * 9,
+        "nm_block_bf16_turned": "p" * 5 + "n" * 7,
+        "nm_block_pack": "p" + "n" * 7 + "ppp",
+        "nm_tiles": "",
+    },
     needs="AVX-512 with BF16",
 )
 
@@ -39,19 +45,34 @@ class BlockMatrix:
 
     Attributes:
         values: (groups, V / 16, depth, 16, 32), bfloat16: the kept columns of each group, with zeros
-            behind them and behind the last row.
+            behind them and behind the last row. There may be room behind whole tiles.
         index: (groups, 32 * depth), int32: which these are, increasing; ``columns`` fills up.
+        counts: (groups,), int32: how many there are.
         rows, columns: the shape.
     """
 
     # what :meth:`of` takes, and what follows from these
     STORED: ClassVar[tuple[str, ...]] = ("values", "index")
-    DERIVED: ClassVar[tuple[str, ...]] = ()
+    DERIVED: ClassVar[tuple[str, ...]] = ("counts",)
 
     values: Tensor
     index: Tensor
+    counts: Tensor
     rows: int
     columns: int
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, height: int) -> BlockMatrix:
+        """Memory for any matrix of this shape in groups of ``height`` rows, of which only what is filled is
+        ever touched; it holds none yet."""
+        groups, deep = -(-rows // height), -(-columns // DEEP)
+        return cls(
+            torch.empty(groups, height // TILE, deep, TILE, DEEP, dtype=torch.bfloat16),
+            torch.empty(groups, deep * DEEP, dtype=torch.int32),
+            torch.zeros(groups, dtype=torch.int32),
+            rows,
+            columns,
+        )
 
     @classmethod
     def of(cls, values: Tensor, index: Tensor, rows: int, columns: int) -> BlockMatrix:
@@ -67,25 +88,56 @@ class BlockMatrix:
             raise ValueError(f"{about}: they are not those of {rows} x {columns}")
         if bool(((index < 0) | (index > columns)).any()):
             raise ValueError("a column that is not of the matrix")
-        return cls(values.contiguous(), index.contiguous(), rows, columns)
+        counts = (index < columns).sum(1, dtype=torch.int32)
+        return cls(values.contiguous(), index.contiguous(), counts, rows, columns)
 
     @property
     def height(self) -> int:
         """The rows of a group: V."""
         return self.values.shape[1] * TILE
 
-    @property
-    def kept(self) -> int:
-        """The most columns that a group keeps."""
-        return int((self.index < self.columns).sum(1).max()) if self.index.numel() else 0
-
     def dense(self) -> Tensor:
         """The matrix with its zeros, bfloat16."""
-        groups = len(self.index)
-        small = self.values.transpose(2, 3).reshape(groups, self.height, -1)
-        out = small.new_zeros(groups, self.height, self.columns + 1)
-        out.scatter_(2, self.index[:, None].long().expand_as(small), small)
-        return out.flatten(0, 1)[: self.rows, : self.columns].contiguous()
+        small = self.values.transpose(2, 3).reshape(len(self.index), self.height, -1)
+        return _spread(small, self)
+
+
+@dataclass(frozen=True)
+class BlockTranspose:
+    """The transpose (columns, rows) of a matrix of such groups; V divides its rows.
+
+    Attributes:
+        values: (groups * depth, V / 32 rounded up, 16, 32), bfloat16: tiles of 16 kept columns and 32
+            rows of a group; ``depth`` is that of 16 columns.
+        index, counts: those of a :class:`BlockMatrix`.
+        rows, columns: the shape of the transpose.
+    """
+
+    STORED: ClassVar[tuple[str, ...]] = ("values", "index", "counts")
+    DERIVED: ClassVar[tuple[str, ...]] = ()
+
+    values: Tensor
+    index: Tensor
+    counts: Tensor
+    rows: int
+    columns: int
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, height: int) -> BlockTranspose:
+        """Memory as that of :meth:`BlockMatrix.empty`."""
+        groups, deep, tall = columns // height, -(-rows // DEEP), -(-height // DEEP)
+        return cls(
+            torch.empty(groups * 2 * deep, tall, TILE, DEEP, dtype=torch.bfloat16),
+            torch.empty(groups, deep * DEEP, dtype=torch.int32),
+            torch.zeros(groups, dtype=torch.int32),
+            rows,
+            columns,
+        )
+
+    @property
+    def height(self) -> int:
+        """The rows of a group: V."""
+        return self.columns // len(self.index)
 
 
 def kept_columns(filled: Tensor, height: int) -> Tensor:
@@ -111,6 +163,11 @@ def height_of(filled: Tensor) -> int | None:
     return None if least is None else least[0]
 
 
+def height_in(pattern: Pattern) -> int | None:
+    """The rows of the groups that a V:N:M pattern has; None where 16 does not divide V."""
+    return next((height for height in HEIGHTS if pattern.v % height == 0), None)
+
+
 def packed(matrix: Tensor, height: int) -> BlockMatrix:
     """A matrix (rows, columns) with zeros in groups of ``height`` rows, a multiple of 16; rounded to
     bfloat16."""
@@ -126,25 +183,64 @@ def packed(matrix: Tensor, height: int) -> BlockMatrix:
     low[:rows, :columns] = matrix
     small = low.view(groups, height, -1).gather(2, index[:, None].expand(-1, height, -1))
     values = small.view(groups, height // TILE, TILE, deep, DEEP).transpose(2, 3).contiguous()
-    return BlockMatrix(values, index.int(), rows, columns)
+    return BlockMatrix.of(values, index.int(), rows, columns)
+
+
+def pack(weight: Tensor, into: BlockMatrix | BlockTranspose) -> None:
+    """Round a float32 weight (outputs, inputs) and pack it, or its transpose, into memory of ``empty``."""
+    turned = isinstance(into, BlockTranspose)
+    rows, columns = weight.shape
+    weight, groups, padded = weight.contiguous(), *into.index.shape
+    shape = (rows, columns, into.height, padded, int(turned), BEGIN, END)
+    to = (into.values.data_ptr(), into.index.data_ptr(), into.counts.data_ptr())
+    in_parts(KERNELS.load().nm_block_pack, (weight.data_ptr(), *shape, *to), groups, weight.numel())
+
+
+def pack_both(
+    weight: Tensor, other: Tensor | None, forward: BlockMatrix, backward: BlockTranspose
+) -> int:
+    """Pack a weight (outputs, inputs) into ``forward``, and the transpose of it, or of an ``other``
+    weight, into ``backward``. Returns -1: non-zeros are not counted."""
+    pack(weight, forward)
+    pack(weight if other is None else other, backward)
+    return -1
 
 
 def multiply(
-    x: Tensor, matrix: BlockMatrix, bias: Tensor | None = None, by_tiles: bool | None = None
+    x: Tensor,
+    matrix: BlockMatrix | BlockTranspose,
+    bias: Tensor | None = None,
+    by_tiles: bool | None = None,
 ) -> Tensor:
-    """``x S^T + bias``, with x (tokens, columns) in bfloat16; (tokens, rows) in bfloat16, rounded once.
-    ``by_tiles``: by AMX; None: where it can. Raises RuntimeError where there are no such products."""
+    """``x S^T + bias``, with x (tokens, columns) in bfloat16; (tokens, rows) in bfloat16, rounded once. A
+    transpose takes no bias. ``by_tiles``: by AMX; None: where it can. Raises RuntimeError where there are
+    no such products."""
     library, x = KERNELS.load(), x.contiguous()
     tokens, rows, columns = len(x), matrix.rows, matrix.columns
     out = x.new_empty(tokens, rows)
-    bias = None if bias is None else bias.float().contiguous()
     groups, padded = matrix.index.shape
     by_tiles = not tiles_obstacle() if by_tiles is None else by_tiles
-    operands = [address(t) for t in (x, out, bias, matrix.values, matrix.index)]
-    operands += [rows, columns, matrix.height, padded, padded, int(by_tiles)]
-    work = tokens * matrix.values.numel() // WORTH
+    parts = [matrix.values, matrix.index, matrix.counts]
+    work = tokens * groups * matrix.height * int(matrix.counts.max()) // WORTH if groups else 0
+    how = (matrix.height, padded, int(by_tiles))
+    if isinstance(matrix, BlockTranspose):
+        operands = (*map(address, (x, out, *parts)), columns, rows, *how, BEGIN, END)
+        in_parts(library.nm_block_bf16_turned, operands, tokens, work, PANEL)
+        return out
+    bias = None if bias is None else bias.float().contiguous()
+    operands = (*map(address, (x, out, bias, *parts)), rows, columns, *how)
     in_tokens_or_rows(library.nm_block_bf16, operands, tokens, groups, work, PANEL)
     return out
+
+
+def _spread(small: Tensor, matrix: BlockMatrix) -> Tensor:
+    """The matrix of groups (groups, V, kept columns)."""
+    out = small.new_zeros(*small.shape[:2], matrix.columns + 1)
+    filled = torch.arange(small.shape[2]) < matrix.counts[:, None]
+    index = torch.where(filled, matrix.index.long(), matrix.columns)
+    small = torch.where(filled[:, None], small, 0)
+    out.scatter_(2, index[:, None].expand_as(small), small)
+    return out.flatten(0, 1)[: matrix.rows, : matrix.columns].contiguous()
 
 
 @cache
