@@ -15,7 +15,7 @@ from operands import normal, normal_bf16, sparse
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels import blocks
-from nmrun.fast.cpu.kernels.blocks import BlockMatrix
+from nmrun.fast.cpu.kernels.blocks import BlockMatrix, BlockTranspose
 from nmrun.kernels import compiler
 
 STAND_IN = f'-DTILES_BY="{Path(__file__).with_name("tiles.h")}"'
@@ -78,6 +78,47 @@ def test_patterns_shapes_and_numbers_of_tokens(
         assert torch.equal(blocks.multiply(x[:tokens], matrix, bias), whole[:tokens])
     assert torch.equal(blocks.multiply(x.t().contiguous().t(), matrix, bias), whole)
     assert blocks.multiply(x[:0], matrix).shape == (0, rows)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rows", "columns", "height"),
+    [("64:4:16", 128, 100, 64), ("16:4:8", 48, 64, 16), ("48:2:9", 96, 70, 48), ("2:4", 64, 37, 32)],
+)  # fmt: skip
+def test_the_transpose_is_scattered(
+    pattern: str, rows: int, columns: int, height: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, dz = sparse(rows, columns, pattern), normal_bf16(70, rows)
+    forward = BlockMatrix.empty(rows, columns, height)
+    backward = BlockTranspose.empty(columns, rows, height)
+    for other in (weight + 1, weight):  # what was packed before is gone
+        blocks.pack_both(other, None, forward, backward)
+    assert torch.equal(forward.dense(), weight.bfloat16())
+    assert torch.equal(forward.counts, blocks.packed(weight, height).counts)
+    whole = blocks.multiply(dz, backward)
+    check(whole, dz, weight.bfloat16().t())
+    for tokens in (1, 32, 33):
+        assert torch.equal(blocks.multiply(dz[:tokens], backward), whole[:tokens])
+    assert blocks.multiply(dz[:0], backward).shape == (0, columns)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(compiler, "CHUNK", 1)
+    assert torch.equal(blocks.multiply(dz, backward), whole)
+    dz[3, 5] = torch.inf
+    z = blocks.multiply(dz, backward)
+    kept = weight.bfloat16()[5] != 0
+    assert not z[3, kept].isfinite().any()
+    others = [t for t in range(70) if t != 3]
+    assert torch.equal(z[others], whole[others])
+
+
+def test_a_weight_that_is_not_finite_shows() -> None:
+    weight, x = sparse(64, 64, "64:4:16"), normal_bf16(5, 64)
+    weight[7, 0] = torch.nan  # kept beside the four columns of the block, as the masks do it
+    forward, backward = BlockMatrix.empty(64, 64, 64), BlockTranspose.empty(64, 64, 64)
+    blocks.pack_both(weight, None, forward, backward)
+    z = blocks.multiply(x, forward)
+    assert z[:, 7].isnan().all()
+    assert z[:, :7].isfinite().all()
+    assert blocks.multiply(x, backward)[:, 0].isnan().all()
 
 
 def test_which_way_it_is(way: str) -> None:
