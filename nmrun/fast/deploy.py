@@ -26,12 +26,27 @@ from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import bf16, blocks, int8, products
 from nmrun.fast.cpu.onednn import OneDNNLinear
 from nmrun.fast.cpu.packed_convolution import Bf16Convolution, PackedConvolution
-from nmrun.fast.cpu.packed_linear import Bf16Linear, BlockLinear, Int8Linear, PackedLinear
+from nmrun.fast.cpu.packed_linear import (
+    Bf16Linear,
+    BlockLinear,
+    Int8BlockLinear,
+    Int8Linear,
+    PackedLinear,
+)
 from nmrun.fast.fused import fuse
 from nmrun.fast.gpu import probe as on_gpu
 from nmrun.fast.gpu import semi_structured
 from nmrun.fast.gpu.linear import SemiStructuredLinear
-from nmrun.fast.measurement import BF16, BF16_BLOCKS, DENSE_INT8, FASTER, INT8, ONEDNN, Choice
+from nmrun.fast.measurement import (
+    BF16,
+    BF16_BLOCKS,
+    DENSE_INT8,
+    FASTER,
+    INT8,
+    INT8_BLOCKS,
+    ONEDNN,
+    Choice,
+)
 from nmrun.fast.sites import ConvolutionSite, Site, devices, install, sites, watch
 from nmrun.patterns import Pattern
 from nmrun.ranges import Check, check_values, number, plain
@@ -81,7 +96,7 @@ def deploy(
             arguments, or a function that calls the model (``lambda: model.generate(prompt)``). The
             times of all calls that a layer gets in it are added.
         precision: ``"int8"`` adds candidates for linear layers on the CPU:
-            :class:`~nmrun.fast.cpu.packed_linear.Int8Linear`, packed, and
+            :class:`~nmrun.fast.cpu.packed_linear.Int8Linear`, packed, ``Int8BlockLinear`` for V:N:M,
             :class:`~nmrun.fast.cpu.dense_int8.DenseInt8Linear`, oneDNN's with the zeros; for
             float32 weights also the packed ones of bfloat16. Attention may then multiply in
             bfloat16. None, the default: layers keep their precision.
@@ -117,8 +132,10 @@ def deploy(
                 near, note = int8_layers(site, pattern is not None, tolerance)
                 notes[site.name] = f"; {note}"
                 site.candidates |= near
-                if pattern and site.dtype == torch.float32:
-                    near, note = _near(site, _in_bf16(site), tolerance)
+                if pattern:
+                    ways = {INT8_BLOCKS: Int8BlockLinear.of} if _has_blocks(site) else {}
+                    ways |= _in_bf16(site) if site.dtype == torch.float32 else {}
+                    near, note = _near(site, ways, tolerance)
                     notes[site.name] += f"; {note}" if note else ""
                     site.candidates |= near
             choices[site.name] = Choice(site.name, None, reason)
@@ -196,8 +213,11 @@ def _in_bf16(site: Site) -> dict[str, Path]:
     """The packed layers of bfloat16 for the weight of a linear site."""
     if site.weight.device.type != "cpu" or bf16.KERNELS.obstacle():
         return {}
-    shares = blocks.height_of(site.weight != 0) is not None
-    return {BF16: Bf16Linear.of, **({BF16_BLOCKS: BlockLinear.of} if shares else {})}
+    return {BF16: Bf16Linear.of, **({BF16_BLOCKS: BlockLinear.of} if _has_blocks(site) else {})}
+
+
+def _has_blocks(site: Site) -> bool:
+    return blocks.height_of(site.weight != 0) is not None
 
 
 def pattern_of(weight: Tensor) -> Pattern | None:

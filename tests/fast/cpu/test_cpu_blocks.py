@@ -14,8 +14,9 @@ from bf16_emulated import HAS_INSTRUCTION
 from operands import normal, normal_bf16, sparse
 from torch import Tensor
 
-from nmrun.fast.cpu.kernels import blocks
+from nmrun.fast.cpu.kernels import blocks, int8
 from nmrun.fast.cpu.kernels.blocks import BlockMatrix, BlockTranspose
+from nmrun.fast.cpu.packed_linear import Int8BlockLinear, Int8Linear
 from nmrun.kernels import compiler
 
 STAND_IN = f'-DTILES_BY="{Path(__file__).with_name("tiles.h")}"'
@@ -36,6 +37,8 @@ def way(
     if kernels.obstacle():
         pytest.skip("no AVX-512 here")
     monkeypatch.setattr(blocks, "KERNELS", kernels)
+    in_bytes = replace(int8.KERNELS, flags=(*int8.KERNELS.flags, *flags))
+    monkeypatch.setattr(int8, "KERNELS", in_bytes)
     blocks.tiles_obstacle.cache_clear()
     yield request.param
     blocks.tiles_obstacle.cache_clear()
@@ -119,6 +122,37 @@ def test_a_weight_that_is_not_finite_shows() -> None:
     assert z[:, 7].isnan().all()
     assert z[:, :7].isfinite().all()
     assert blocks.multiply(x, backward)[:, 0].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rows", "columns"),
+    [("64:4:16", 128, 100), ("16:4:8", 48, 64), ("32:2:8", 96, 301), ("48:4:32", 48, 270), ("8:4:16", 40, 32)],
+)  # fmt: skip
+def test_int8_has_the_bits_of_products_without_blocks(
+    pattern: str, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if int8.KERNELS.obstacle():
+        pytest.skip(int8.KERNELS.obstacle())
+    weight, bias, x = sparse(rows, columns, pattern), normal(rows, seed=1), normal(70, columns)
+    x[5] *= 1e3
+    for b in (bias, None):
+        plain, layer = Int8Linear.of(weight, b), Int8BlockLinear.of(weight, b)
+        assert torch.equal(layer.dense(), plain.dense())
+        whole = plain(x)
+        for tokens in (0, 1, 31, 32, 33, 70):
+            assert torch.equal(layer(x[:tokens]), whole[:tokens])
+    assert torch.equal(layer(x.view(2, 5, 7, columns)), whole.view(2, 5, 7, rows))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(compiler, "CHUNK", 1)
+    assert torch.equal(layer(x), whole)
+    assert torch.equal(layer(x[:2]), whole[:2])
+    x[40, 3] = torch.nan
+    with pytest.raises(
+        RuntimeError, match=r"^int8 products: the activations have NaN or infinity$"
+    ):
+        layer(x)
+    with pytest.raises(ValueError, match=r"scales"):
+        layer.MATRIX.of(layer.values, layer.index, layer.scales[1:], rows, columns)
 
 
 def test_which_way_it_is(way: str) -> None:

@@ -1,13 +1,16 @@
-"""Products of bfloat16 with a V:N:M matrix on the CPU: ``nm_block_bf16.c``, whose layout this is.
+"""Products of bfloat16 and int8 with a V:N:M matrix on the CPU: ``nm_block_bf16.c``, whose layout this
+is, and ``nm_block_int8.c``.
 
 V rows share their columns, so a group of them is a small dense matrix, whose inputs are gathered.
 It is multiplied by AMX where the processor has it and the system allows it, else by ``vdpbf16ps``.
-Numbers are bfloat16, sums float32, and the bias is float32. The bits of a result depend on nothing
-but the operands and which of the two it is, whatever the number of threads or tokens.
+In bfloat16 sums and the bias are float32. The bits of a result depend on nothing but the operands
+and which of the two it is, whatever the number of threads or tokens. In int8 they are those of
+:mod:`nmrun.fast.cpu.kernels.int8`, by either.
 """
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
@@ -15,11 +18,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from nmrun.fast.cpu.kernels import int8
 from nmrun.kernels.compiler import BEGIN, END, CFunctions, address, in_parts, in_tokens_or_rows
 from nmrun.patterns import Pattern
 
 TILE = 16  # rows, as in nm_block_bf16.c
-DEEP = 32  # columns of a tile
+DEEP, BYTES = 32, 64  # columns of a tile, in bfloat16 and in int8
 PANEL = 32  # tokens that are turned together
 HEIGHTS = (64, 32, 16)  # rows of a group that are looked for; a larger V has such groups too
 WORTH = 64  # multiplications that cost as much as a weight in another pass, see in_parts
@@ -78,17 +82,7 @@ class BlockMatrix:
     def of(cls, values: Tensor, index: Tensor, rows: int, columns: int) -> BlockMatrix:
         """Raises ValueError for tensors that hold no matrix of this shape, so that nothing outside of
         x is read."""
-        about = f"{list(values.shape)} {values.dtype} values with {list(index.shape)} index"
-        if values.dim() != 5 or values.shape[3:] != (TILE, DEEP) or values.dtype != torch.bfloat16:
-            raise ValueError(f"{about}: they are no tiles")
-        groups, tiles, deep = values.shape[:3]
-        if index.shape != (groups, deep * DEEP) or index.dtype != torch.int32 or not tiles:
-            raise ValueError(about)
-        if groups != -(-rows // (tiles * TILE)):
-            raise ValueError(f"{about}: they are not those of {rows} x {columns}")
-        if bool(((index < 0) | (index > columns)).any()):
-            raise ValueError("a column that is not of the matrix")
-        counts = (index < columns).sum(1, dtype=torch.int32)
+        counts = _counts(values, index, rows, columns, torch.bfloat16, DEEP)
         return cls(values.contiguous(), index.contiguous(), counts, rows, columns)
 
     @property
@@ -140,6 +134,67 @@ class BlockTranspose:
         return self.columns // len(self.index)
 
 
+@dataclass(frozen=True)
+class Int8BlockMatrix:
+    """The matrix of a :class:`BlockMatrix` in int8.
+
+    Attributes:
+        values: (groups, V / 16, depth, 16, 64), int8.
+        index: (groups, 64 * depth), int32.
+        scales: (rows,), float32.
+        counts: (groups,), int32.
+        sums: (groups * V,), int32: of the values of a row.
+        rows, columns: the shape.
+    """
+
+    STORED: ClassVar[tuple[str, ...]] = ("values", "index", "scales")
+    DERIVED: ClassVar[tuple[str, ...]] = ("counts", "sums")
+
+    values: Tensor
+    index: Tensor
+    scales: Tensor
+    counts: Tensor
+    sums: Tensor
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(
+        cls, values: Tensor, index: Tensor, scales: Tensor, rows: int, columns: int
+    ) -> Int8BlockMatrix:
+        """Raises ValueError for tensors that hold no matrix of this shape."""
+        counts = _counts(values, index, rows, columns, torch.int8, BYTES)
+        if scales.shape != (rows,) or scales.dtype != torch.float32:
+            raise ValueError(f"{list(scales.shape)} {scales.dtype} scales")
+        if index.shape[1] > int8.ROW:
+            raise ValueError(f"rows of {index.shape[1]} non-zeros: 32 bits add up {int8.ROW}")
+        sums = values.sum((2, 4), dtype=torch.int32).flatten()
+        values, index, scales = (t.contiguous() for t in (values, index, scales))
+        return cls(values, index, scales, counts, sums, rows, columns)
+
+    def dense(self) -> Tensor:
+        """The matrix with its zeros, float32."""
+        small = self.values.transpose(2, 3).reshape(len(self.index), -1, self.index.shape[1])
+        return _spread(small.float(), self) * self.scales[:, None]
+
+
+def _counts(
+    values: Tensor, index: Tensor, rows: int, columns: int, dtype: torch.dtype, wide: int
+) -> Tensor:
+    """How many columns each group keeps. Raises ValueError for tensors that hold no matrix."""
+    about = f"{list(values.shape)} {values.dtype} values with {list(index.shape)} index"
+    if values.dim() != 5 or values.shape[3:] != (TILE, wide) or values.dtype != dtype:
+        raise ValueError(f"{about}: they are no tiles")
+    groups, tiles, deep = values.shape[:3]
+    if index.shape != (groups, deep * wide) or index.dtype != torch.int32 or not tiles:
+        raise ValueError(about)
+    if groups != -(-rows // (tiles * TILE)):
+        raise ValueError(f"{about}: they are not those of {rows} x {columns}")
+    if bool(((index < 0) | (index > columns)).any()):
+        raise ValueError("a column that is not of the matrix")
+    return (index < columns).sum(1, dtype=torch.int32)
+
+
 def kept_columns(filled: Tensor, height: int) -> Tensor:
     """Which columns each group of so many rows keeps, (groups, columns), bool; of a matrix's mask."""
     missing = -len(filled) % height
@@ -171,19 +226,30 @@ def height_in(pattern: Pattern) -> int | None:
 def packed(matrix: Tensor, height: int) -> BlockMatrix:
     """A matrix (rows, columns) with zeros in groups of ``height`` rows, a multiple of 16; rounded to
     bfloat16."""
+    return BlockMatrix.of(*_in_tiles(matrix.bfloat16(), height, DEEP), *matrix.shape)
+
+
+def packed_int8(matrix: Tensor, height: int) -> Int8BlockMatrix:
+    """The same, rounded to int8, a scale a row. Raises ValueError for values that are not finite."""
+    low, scales = int8.rounded(matrix)
+    return Int8BlockMatrix.of(*_in_tiles(low, height, BYTES), scales, *matrix.shape)
+
+
+def _in_tiles(matrix: Tensor, height: int, wide: int) -> tuple[Tensor, Tensor]:
+    """The values of a matrix in tiles of 16 rows and ``wide`` columns, and the index of columns."""
     rows, columns = matrix.shape
     keep = kept_columns(matrix != 0, height)
     groups, most = len(keep), max(1, int(keep.sum(1).max()))
-    deep = -(-most // DEEP)
+    deep = -(-most // wide)
     # the kept columns, in order, and behind them the one of zeros
     places = torch.where(keep, torch.arange(columns), columns).sort(1).values
-    index = torch.full((groups, deep * DEEP), columns)
-    index[:, : min(deep * DEEP, columns)] = places[:, : deep * DEEP]
-    low = matrix.new_zeros(groups * height, columns + 1, dtype=torch.bfloat16)
-    low[:rows, :columns] = matrix
-    small = low.view(groups, height, -1).gather(2, index[:, None].expand(-1, height, -1))
-    values = small.view(groups, height // TILE, TILE, deep, DEEP).transpose(2, 3).contiguous()
-    return BlockMatrix.of(values, index.int(), rows, columns)
+    index = torch.full((groups, deep * wide), columns)
+    index[:, : min(deep * wide, columns)] = places[:, : deep * wide]
+    whole = matrix.new_zeros(groups * height, columns + 1)
+    whole[:rows, :columns] = matrix
+    small = whole.view(groups, height, -1).gather(2, index[:, None].expand(-1, height, -1))
+    values = small.view(groups, height // TILE, TILE, deep, wide).transpose(2, 3).contiguous()
+    return values, index.int()
 
 
 def pack(weight: Tensor, into: BlockMatrix | BlockTranspose) -> None:
@@ -233,7 +299,29 @@ def multiply(
     return out
 
 
-def _spread(small: Tensor, matrix: BlockMatrix) -> Tensor:
+def multiply_int8(
+    x: Tensor, matrix: Int8BlockMatrix, bias: Tensor | None = None, by_tiles: bool | None = None
+) -> Tensor:
+    """The same in int8, all float32: as :func:`nmrun.fast.cpu.kernels.int8.multiply`."""
+    library, x = int8.KERNELS.load(), x.contiguous()
+    (tokens, columns), rows = x.shape, matrix.rows
+    out = x.new_empty(tokens, rows)
+    bias = None if bias is None else bias.contiguous()
+    groups, padded = matrix.index.shape
+    height = matrix.values.shape[1] * TILE
+    by_tiles = not tiles_obstacle() if by_tiles is None else by_tiles
+    odd, size = ctypes.c_int32(0), (ctypes.c_int64 * 4)(rows, columns, height, padded)
+    parts = (matrix.values, matrix.index, matrix.counts, matrix.scales, matrix.sums)
+    operands = [address(t) for t in (x, out, bias, *parts)]
+    operands += [ctypes.addressof(odd), ctypes.addressof(size), int(by_tiles)]
+    work = tokens * matrix.values.numel() // int8.WORTH
+    in_tokens_or_rows(library.nm_block_int8, operands, tokens, groups, work, PANEL)
+    if odd.value:
+        raise RuntimeError("int8 products: the activations have NaN or infinity")
+    return out
+
+
+def _spread(small: Tensor, matrix: BlockMatrix | Int8BlockMatrix) -> Tensor:
     """The matrix of groups (groups, V, kept columns)."""
     out = small.new_zeros(*small.shape[:2], matrix.columns + 1)
     filled = torch.arange(small.shape[2]) < matrix.counts[:, None]
