@@ -30,7 +30,7 @@ from nmrun.fast.cpu.kernels.products import PackedMatrix
 from nmrun.fast.cpu.weight import PRODUCTS, PackedWeight, kernels_of, matrix_of
 from nmrun.fast.measurement import ONEDNN
 from nmrun.fast.operators import PACKED
-from nmrun.patterns import Pattern
+from nmrun.patterns import COLUMNS, Pattern
 from nmrun.products.simulation import estimate, refuse_second_gradients
 
 
@@ -109,14 +109,21 @@ class Bf16Forward(Bf16Products):
 
 
 class BlockProducts(LinearProducts):
-    """The same with products in bfloat16 of a V:N:M weight, of whose V 16 is a divisor. The weight
-    gradient is dense."""
+    """The same with products in bfloat16 of a V:N:M weight, of whose V 16 is a divisor. A weight gradient
+    of kept entries has all of the columns that a block keeps."""
 
     def __init__(
-        self, shape: tuple[int, int], dtype: torch.dtype, pattern: Pattern, *how: Any
+        self,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        pattern: Pattern,
+        gradient_is_faster: bool = False,
+        dense: str = "dense",
     ) -> None:
         self.height = blocks.height_in(pattern) or blocks.TILE
-        super().__init__(shape, dtype, pattern, *how)
+        super().__init__(shape, dtype, pattern, gradient_is_faster, dense)
+        whole, rest = divmod(shape[1], pattern.m)
+        self.full = shape[0] * (whole * COLUMNS + min(rest, COLUMNS))
 
     def empty(self, kind: str) -> dict[str, Tensor]:
         matrix = BlockMatrix if kind == "forward" else BlockTranspose

@@ -270,7 +270,10 @@ def _of_linear(shape: LinearShape) -> dict[str, Times]:
                 packed.write(weight, None)
                 calls[name] = _packed(packed, shape, weight, x, dz, bias, estimated)
                 # a product is right within the rounding of its own result, so of what it rounds first
-                gradient = whole if name == BF16_BLOCKS else sampled
+                gradient = sampled
+                if isinstance(packed, BlockProducts) and not shape.mvue:
+                    columns = blocks.kept_columns(weight != 0, packed.height)
+                    gradient = whole * columns.repeat_interleave(packed.height, 0)
                 expected[name] = exact(low if name in LOW else weight, gradient)
                 _, pack[name] = side_by_side(
                     lambda: None, functools.partial(packed.write, weight, None)
@@ -316,8 +319,6 @@ def _packed(
     def dw() -> Tensor:
         if shape.mvue is not None:
             return linear.estimated_product(estimated, x)
-        if isinstance(packed, BlockProducts):
-            return dz.t() @ x
         return linear.sampled(dz, x, forward)
 
     return (

@@ -113,6 +113,29 @@ def test_the_transpose_is_scattered(
     assert torch.equal(z[others], whole[others])
 
 
+@pytest.mark.parametrize(
+    ("pattern", "rows", "columns", "height"),
+    [("64:4:16", 128, 100, 64), ("16:2:8", 48, 64, 16), ("48:4:9", 96, 70, 48)],
+)
+@pytest.mark.parametrize("tokens", [0, 1, 32, 75])
+def test_gradients_in_the_columns_that_are_kept(
+    pattern: str, rows: int, columns: int, height: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = sparse(rows, columns, pattern)
+    x, y = normal_bf16(tokens, columns, seed=3), normal_bf16(tokens, rows, seed=4)
+    matrix = blocks.packed(weight, height)
+    gradient = blocks.sampled(x, y, matrix)
+    kept = torch.zeros(rows, columns)
+    for top in range(0, rows, height):
+        kept[top : top + height] = (weight[top : top + height] != 0).any(0)
+    expected = (y.double().t() @ x.double()) * kept
+    size = (y.double().abs().t() @ x.double().abs()) * kept
+    assert bool(((gradient - expected).abs() <= 1.01 * (tokens + 2) * 2**-24 * size).all())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(compiler, "CHUNK", 1)
+    assert torch.equal(blocks.sampled(x, y, matrix), gradient)
+
+
 def test_a_weight_that_is_not_finite_shows() -> None:
     weight, x = sparse(64, 64, "64:4:16"), normal_bf16(5, 64)
     weight[7, 0] = torch.nan  # kept beside the four columns of the block, as the masks do it

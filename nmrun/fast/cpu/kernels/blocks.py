@@ -36,6 +36,7 @@ KERNELS = CFunctions(
     {
         "nm_block_bf16": "p" * 6 + "n" * 9,
         "nm_block_bf16_turned": "p" * 5 + "n" * 7,
+        "nm_block_bf16_sampled": "p" * 5 + "n" * 8,
         "nm_block_pack": "p" + "n" * 7 + "ppp",
         "nm_tiles": "",
     },
@@ -266,10 +267,24 @@ def pack_both(
     weight: Tensor, other: Tensor | None, forward: BlockMatrix, backward: BlockTranspose
 ) -> int:
     """Pack a weight (outputs, inputs) into ``forward``, and the transpose of it, or of an ``other``
-    weight, into ``backward``. Returns -1: non-zeros are not counted."""
+    weight, into ``backward``. Returns how many entries the kept columns of the weight have."""
     pack(weight, forward)
     pack(weight if other is None else other, backward)
-    return -1
+    return int(forward.counts.sum()) * forward.height
+
+
+def sampled(x: Tensor, y: Tensor, mask: BlockMatrix, by_tiles: bool | None = None) -> Tensor:
+    """``y^T x`` in the columns that the groups of ``mask`` (rows, columns) keep, zero elsewhere, in
+    float32; x (tokens, columns) and y (tokens, rows) in bfloat16. V divides the rows."""
+    library, x, y = KERNELS.load(), x.contiguous(), y.contiguous()
+    groups, padded = mask.index.shape
+    by_tiles = not tiles_obstacle() if by_tiles is None else by_tiles
+    out = torch.zeros(mask.rows, mask.columns)
+    operands = [address(t) for t in (x, y, mask.index, mask.counts, out)]
+    operands += [mask.rows, mask.columns, mask.height, padded, int(by_tiles), len(x)]
+    work = len(x) * int(mask.counts.sum()) * mask.height // WORTH
+    in_parts(library.nm_block_bf16_sampled, (*operands, BEGIN, END), groups, work)
+    return out
 
 
 def multiply(

@@ -277,6 +277,69 @@ int nm_block_bf16_turned(const uint16_t *x, uint16_t *y, const uint16_t *values,
   return 0;
 }
 
+/* out (rows, columns) at the shared columns of groups `begin` to `end`: y^T x, x (tokens, columns), y (tokens, rows), in bfloat16, out in
+   float32. Two tokens are a pair; 16 columns of a group lie in the lanes. */
+int nm_block_bf16_sampled(const uint16_t *x, const uint16_t *y, const int32_t *index, const int32_t *counts, float *out, int64_t rows,
+                          int64_t columns, int64_t height, int64_t padded, int64_t by_tiles, int64_t tokens, int64_t begin, int64_t end) {
+  float *sums = scratch((end - begin) * height * padded + (columns + 1 + rows + 1) * PANEL / 2);
+  uint16_t *panel = (uint16_t *)(sums + (end - begin) * height * padded), *other = panel + (columns + 1) * PANEL;
+  if (sums == NULL) return 1;
+#if defined(HAS_TILES)
+  if (by_tiles) configure_tiles();
+#else
+  (void)by_tiles;
+#endif
+  memset(sums, 0, (end - begin) * height * padded * sizeof *sums);
+  for (int64_t t = 0; t < tokens; t += PANEL) {
+    int64_t here = tokens - t < PANEL ? tokens - t : PANEL;
+    turn_panel(x + t * columns, here, columns, panel);
+    turn_panel(y + t * rows, here, rows, other);
+    for (int64_t g = begin; g < end; g++)
+      for (int64_t j = 0; j < counts[g]; j += TILE) {
+        vec pair[LANES]; /* of tokens, 16 columns each */
+        for (int c = 0; c < TILE; c++) pair[c] = (vec)_mm512_load_si512(panel + (int64_t)index[g * padded + j + c] * PANEL);
+        turn(pair);
+        float *sum = sums + (g - begin) * height * padded + j;
+        const uint16_t *z = other + g * height * PANEL;
+#if defined(HAS_TILES)
+        if (by_tiles) {
+          _tile_loadd(6, pair, 2 * PANEL);
+          for (int64_t r = 0; r < height; r += TILE) {
+            _tile_loadd(0, sum + r * padded, sizeof(float) * padded);
+            _tile_loadd(4, z + r * PANEL, 2 * PANEL);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_stored(0, sum + r * padded, sizeof(float) * padded);
+          }
+          continue;
+        }
+#endif
+        for (int64_t first = 0; first < height; first += ROWS) {
+          __m512 some[ROWS];
+#pragma GCC unroll 8
+          for (int r = 0; r < ROWS; r++) some[r] = _mm512_loadu_ps(sum + (first + r) * padded);
+#pragma GCC unroll 16
+          for (int p = 0; p < LANES; p++)
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++) {
+              int32_t two;
+              memcpy(&two, z + (first + r) * PANEL + 2 * p, sizeof two);
+              some[r] = dot(some[r], _mm512_set1_epi32(two), (__m512i)pair[p]);
+            }
+#pragma GCC unroll 8
+          for (int r = 0; r < ROWS; r++) _mm512_storeu_ps(sum + (first + r) * padded, some[r]);
+        }
+      }
+  }
+#if defined(HAS_TILES)
+  if (by_tiles) _tile_release();
+#endif
+  for (int64_t g = begin; g < end; g++)
+    for (int64_t r = 0; r < height; r++)
+      for (int64_t j = 0; j < counts[g]; j++)
+        out[(g * height + r) * columns + index[g * padded + j]] = sums[((g - begin) * height + r) * padded + j];
+  return 0;
+}
+
 /* Pack groups `begin` to `end` of a float32 weight (rows, columns), rounded: into `values`, or with `turned` the tiles of the transpose. */
 int nm_block_pack(const float *weight, int64_t rows, int64_t columns, int64_t height, int64_t padded, int64_t turned, int64_t begin,
                   int64_t end, uint16_t *values, int32_t *index, int32_t *counts) {
