@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -62,7 +63,7 @@ def products(size: tuple[int, int, int]) -> Iterator[tuple[str, Arms]]:
     yield "input gradient, bf16", back
 
 
-def _of(layers: Mapping[str, type[Bf16Linear]], pruned: Mapping[str, Tensor], x: Tensor) -> Arms:
+def _of(layers: Mapping[str, Any], pruned: Mapping[str, Tensor], x: Tensor) -> Arms:
     return {
         (name, pattern): partial(layer.of(weight), x)
         for pattern, weight in pruned.items()

@@ -133,9 +133,7 @@ def deploy(
                 notes[site.name] = f"; {note}"
                 site.candidates |= near
                 if pattern:
-                    ways = {INT8_BLOCKS: Int8BlockLinear.of} if _has_blocks(site) else {}
-                    ways |= _in_bf16(site) if site.dtype == torch.float32 else {}
-                    near, note = _near(site, ways, tolerance)
+                    near, note = _near(site, _below(site), tolerance)
                     notes[site.name] += f"; {note}" if note else ""
                     site.candidates |= near
             choices[site.name] = Choice(site.name, None, reason)
@@ -214,6 +212,12 @@ def _in_bf16(site: Site) -> dict[str, Path]:
     if site.weight.device.type != "cpu" or bf16.KERNELS.obstacle():
         return {}
     return {BF16: Bf16Linear.of, **({BF16_BLOCKS: BlockLinear.of} if _has_blocks(site) else {})}
+
+
+def _below(site: Site) -> dict[str, Path]:
+    """What int8 allows for beside its own layers: those of blocks, and of a float32 weight bfloat16."""
+    ways: dict[str, Path] = {INT8_BLOCKS: Int8BlockLinear.of} if _has_blocks(site) else {}
+    return ways | (_in_bf16(site) if site.dtype == torch.float32 else {})
 
 
 def _has_blocks(site: Site) -> bool:

@@ -47,13 +47,13 @@ def project(
         return False
     numbers = (ctypes.c_float * 2)(scale, factor)
     if pattern.v == 1:
-        more = (int(soft), ctypes.addressof(numbers))
-        _by_steps(kernel.nm_project, weight, out, pattern, dim, more)
+        scalars = (int(soft), ctypes.addressof(numbers))
+        _by_steps(kernel.nm_project, weight, out, pattern, dim, scalars)
     elif soft:
         return False
     else:
-        more = (ctypes.addressof(numbers) + ctypes.sizeof(ctypes.c_float),)
-        _by_steps(kernel.nm_project_blocks, weight, out, pattern, dim, more)
+        faded = ctypes.addressof(numbers) + ctypes.sizeof(ctypes.c_float)
+        _by_steps(kernel.nm_project_blocks, weight, out, pattern, dim, (faded,))
     return True
 
 
@@ -147,17 +147,19 @@ def _has_blocks(pattern: Pattern, dim: int, weight: Tensor) -> bool:
 def load(pattern: Pattern, fades: bool = False, adam: bool = False) -> ctypes.CDLL | None:
     """The library for this pattern, built if needed, ``fades`` with a factor for pruned weights;
     None where no C compiler works."""
-    flags = (*FLAGS, f"-DN={pattern.n}", f"-DM={pattern.m}", f"-DFADES={int(fades)}")
+    flags = [*FLAGS, f"-DN={pattern.n}", f"-DM={pattern.m}", f"-DFADES={int(fades)}"]
     if pattern.v == 1:
         name = "nm_project"
         functions = {name: "ppnnnip", "nm_mask": "ppnnn", "nm_project_rows": "pppnnn"}
     else:
         name = "nm_blocks"
-        flags = (*flags, f"-DV={pattern.v}")
+        flags.append(f"-DV={pattern.v}")
         functions = {"nm_project_blocks": "ppnnnnp", "nm_mask_blocks": "ppnnnn"}
     names = (name, "nm_adam") if adam else (name,)
     functions["nm_adam"] = "p" * 6 + "nnnn" + "p" + "iii"  # with ``adam`` alone
-    kernels = CFunctions(f"projection to {pattern}", names, flags, "nmrun.kernels", functions)
+    kernels = CFunctions(
+        f"projection to {pattern}", names, tuple(flags), "nmrun.kernels", functions
+    )
     return None if kernels.obstacle() else kernels.load()
 
 

@@ -118,7 +118,8 @@ class Int8Linear(PackedLinear):
         RuntimeError: when called, for NaN and infinity in the input.
     """
 
-    MATRIX, KEPT = Int8Matrix, ("scales",)
+    MATRIX: ClassVar[Any] = Int8Matrix
+    KEPT = ("scales",)
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> Int8Linear:

@@ -20,7 +20,8 @@ from nmrun.fast.cpu.kernels.products import PackedMatrix
 from nmrun.products.layer import LayerPacker
 
 Matrix = PackedMatrix | Bf16Matrix | BlockMatrix | BlockTranspose
-OF_BLOCKS: dict[int, type[Matrix]] = {5: BlockMatrix, 4: BlockTranspose}  # by dimensions of values
+# by the dimensions of their values
+OF_BLOCKS: dict[int, type[BlockMatrix | BlockTranspose]] = {5: BlockMatrix, 4: BlockTranspose}
 PRODUCTS = ("forward", "backward")
 
 
@@ -67,8 +68,8 @@ class PackedWeight(nn.Module):
         return (rows, columns) if kind == "forward" else (columns, rows)
 
 
-def matrix_of(parts: Sequence[Tensor], rows: int, columns: int, taps: int = 1) -> Matrix:
-    """The matrix that has these parts."""
+def matrix_of(parts: Sequence[Tensor], rows: int, columns: int, taps: int = 1) -> Any:
+    """The matrix that has these parts, a :data:`Matrix`."""
     if len(parts) == len((*Bf16Matrix.STORED, *Bf16Matrix.DERIVED)):
         values, index, counts, start = parts
         return Bf16Matrix(values, index, counts, start, rows, columns, taps)
