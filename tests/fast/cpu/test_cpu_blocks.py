@@ -4,8 +4,10 @@ AMX, whose instructions are written out in ``tiles.h``.
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -176,6 +178,28 @@ def test_int8_has_the_bits_of_products_without_blocks(
         layer(x)
     with pytest.raises(ValueError, match=r"scales"):
         layer.MATRIX.of(layer.values, layer.index, layer.scales[1:], rows, columns)
+
+
+@pytest.mark.parametrize("kernels", [blocks.KERNELS, int8.KERNELS], ids=lambda k: k.sources[-1])
+def test_compilers_that_know_amx_take_its_instructions(
+    kernels: compiler.CFunctions, way: str, tmp_path: Path
+) -> None:
+    """Those of the stand-in are functions; a compiler's may be statements."""
+    compiler_path = compiler.find_compiler()
+    built, source = tmp_path / "nm.so", tmp_path / "nm.c"
+    place = resources.files("nmrun.fast.cpu.kernels")
+    texts = [place.joinpath(f"{name}.c").read_text() for name in kernels.sources]
+    command = [compiler_path, "-march=sapphirerapids", "-shared", "-fPIC", "-O1", *kernels.flags]
+    empty = tmp_path / "empty.c"
+    empty.write_text("int nothing;")
+    if (
+        way != "tiles"
+        or subprocess.run([*command, empty, "-o", built], capture_output=True).returncode
+    ):
+        pytest.skip("once, with a compiler that knows AMX")
+    source.write_text("".join(texts))
+    done = subprocess.run([*command, source, "-o", built], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_which_way_it_is(way: str) -> None:

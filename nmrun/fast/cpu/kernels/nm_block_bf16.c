@@ -140,22 +140,29 @@ static inline void gather_some(Gathering *g, int64_t pairs) {
 static void multiply_by_tiles(const uint16_t *values, const uint16_t *second, const uint16_t *pairs, int64_t deep, float *sums,
                               Gathering *next, int64_t some) {
   const int size = TILE * DEEP, line = 4 * PANEL; /* elements, bytes */
-  _tile_zero(0), _tile_zero(1), _tile_zero(2), _tile_zero(3);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
   for (int64_t k = 0; k < deep; k++) {
-    _tile_loadd(4, values + k * size, 2 * DEEP);
-    _tile_loadd(6, pairs + k * DEEP * PANEL, line);
+    LOAD_TILE(4, values + k * size, 2 * DEEP);
+    LOAD_TILE(6, pairs + k * DEEP * PANEL, line);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, pairs + k * DEEP * PANEL + PANEL, line);
+    LOAD_TILE(7, pairs + k * DEEP * PANEL + PANEL, line);
     _tile_dpbf16ps(1, 4, 7);
     if (next != NULL) gather_some(next, some);
     if (second != NULL) {
-      _tile_loadd(5, second + k * size, 2 * DEEP);
+      LOAD_TILE(5, second + k * size, 2 * DEEP);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
   }
-  _tile_stored(0, sums, line), _tile_stored(1, sums + LANES, line);
-  if (second != NULL) _tile_stored(2, sums + TILE * PANEL, line), _tile_stored(3, sums + TILE * PANEL + LANES, line);
+  _tile_stored(0, sums, line);
+  _tile_stored(1, sums + LANES, line);
+  if (second != NULL) {
+    _tile_stored(2, sums + TILE * PANEL, line);
+    _tile_stored(3, sums + TILE * PANEL + LANES, line);
+  }
 }
 
 static void panel_by_tiles(const uint16_t *panel, uint16_t *pairs, const float *bias, const uint16_t *values, const int32_t *index,
@@ -303,10 +310,10 @@ int nm_block_bf16_sampled(const uint16_t *x, const uint16_t *y, const int32_t *i
         const uint16_t *z = other + g * height * PANEL;
 #if defined(HAS_TILES)
         if (by_tiles) {
-          _tile_loadd(6, pair, 2 * PANEL);
+          LOAD_TILE(6, pair, 2 * PANEL);
           for (int64_t r = 0; r < height; r += TILE) {
-            _tile_loadd(0, sum + r * padded, sizeof(float) * padded);
-            _tile_loadd(4, z + r * PANEL, 2 * PANEL);
+            LOAD_TILE(0, sum + r * padded, sizeof(float) * padded);
+            LOAD_TILE(4, z + r * PANEL, 2 * PANEL);
             _tile_dpbf16ps(0, 4, 6);
             _tile_stored(0, sum + r * padded, sizeof(float) * padded);
           }

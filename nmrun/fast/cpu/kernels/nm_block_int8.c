@@ -85,15 +85,17 @@ static void multiply_by_vectors(const int8_t *values, const uint8_t *fours, int6
 #if defined(HAS_TILES)
 /* The same; `deep` tiles of columns. */
 static void multiply_by_tiles(const int8_t *values, const uint8_t *fours, int64_t deep, int32_t *sums) {
-  _tile_zero(0), _tile_zero(1);
+  _tile_zero(0);
+  _tile_zero(1);
   for (int64_t k = 0; k < deep; k++) {
-    _tile_loadd(4, values + k * TILE * DEEP, DEEP);
-    _tile_loadd(6, fours + k * DEEP * PANEL, 4 * PANEL);
+    LOAD_TILE(4, values + k * TILE * DEEP, DEEP);
+    LOAD_TILE(6, fours + k * DEEP * PANEL, 4 * PANEL);
     _tile_dpbsud(0, 4, 6);
-    _tile_loadd(7, fours + k * DEEP * PANEL + 2 * PANEL, 4 * PANEL);
+    LOAD_TILE(7, fours + k * DEEP * PANEL + 2 * PANEL, 4 * PANEL);
     _tile_dpbsud(1, 4, 7);
   }
-  _tile_stored(0, sums, 4 * PANEL), _tile_stored(1, sums + LANES, 4 * PANEL);
+  _tile_stored(0, sums, 4 * PANEL);
+  _tile_stored(1, sums + LANES, 4 * PANEL);
 }
 #endif
 

@@ -25,6 +25,13 @@ int nm_tiles(void) {
 }
 
 #if defined(HAS_TILES)
+/* GCC does not know that the instruction reads memory: what was written has to be there. */
+#define LOAD_TILE(NUMBER, FROM, STRIDE)          \
+  do {                                           \
+    __asm__ volatile("" ::"r"(FROM) : "memory"); \
+    _tile_loadd(NUMBER, FROM, STRIDE);           \
+  } while (0)
+
 /* Eight tiles of 16 rows of 64 bytes, of this thread, until _tile_release(). */
 static void configure_tiles(void) {
   struct {
@@ -35,6 +42,7 @@ static void configure_tiles(void) {
   memset(&c, 0, sizeof c);
   c.palette = 1;
   for (int i = 0; i < 8; i++) c.bytes[i] = 64, c.rows[i] = 16;
+  __asm__ volatile("" ::"r"(&c) : "memory");
   _tile_loadconfig(&c);
 }
 #endif
