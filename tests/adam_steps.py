@@ -31,7 +31,7 @@ def update_of(kind: str, weight: Tensor, pattern: Pattern, dim: int) -> Update:
     """As it is before a step: faded by another factor than after it."""
     options = dict(KINDS[kind])
     if "mask" in options:
-        options["mask"] = nm_mask(torch.randn_like(weight), pattern, dim)
+        options["mask"] = like(weight, nm_mask(torch.randn_like(weight), pattern, dim))
     if scale := options.get("soft_threshold_scale"):
         options["soft_threshold_scale"] = torch.tensor(scale, device=weight.device)
     rule = Rule(**options)
@@ -47,7 +47,14 @@ def faded(update: Update, factor: float) -> Update:
 
 def pruned(weight: Tensor, update: Update) -> Tensor:
     mask = update.rule.mask
-    return ~(reference.nm_mask(weight, update.pattern, update.dim) if mask is None else mask)
+    if mask is None:
+        mask = reference.nm_mask(weight, update.pattern, update.dim)
+    return ~like(weight, mask)
+
+
+def like(weight: Tensor, other: Tensor) -> Tensor:
+    """The same numbers in the weight's order of memory."""
+    return torch.empty_like(weight, dtype=other.dtype).copy_(other)
 
 
 def projection(weight: Tensor, update: Update) -> Tensor:

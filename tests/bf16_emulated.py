@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from nmrun.fast.cpu.kernels import bf16
+from nmrun.fast.cpu.kernels import bf16, blocks
 
 HAS_INSTRUCTION = not bf16.KERNELS.obstacle()
 
@@ -17,8 +17,9 @@ HAS_INSTRUCTION = not bf16.KERNELS.obstacle()
 def emulation() -> Iterator[None]:
     """``vdpbf16ps`` written out as two fused operations, with AVX-512 alone."""
     with pytest.MonkeyPatch.context() as patch:
-        flags = (*bf16.KERNELS.flags, "-DEMULATED")
-        patch.setattr(bf16, "KERNELS", replace(bf16.KERNELS, flags=flags))
+        for module in (bf16, blocks):
+            flags = (*module.KERNELS.flags, "-DEMULATED")
+            patch.setattr(module, "KERNELS", replace(module.KERNELS, flags=flags))
         if bf16.KERNELS.obstacle():
             pytest.skip("neither bfloat16 products nor AVX-512 to emulate them")
         yield

@@ -23,15 +23,30 @@ from nmrun.fast import measurement
 from nmrun.fast.cpu import dense_int8, onednn
 from nmrun.fast.cpu import probe as on_cpu
 from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
-from nmrun.fast.cpu.kernels import bf16, int8, products
+from nmrun.fast.cpu.kernels import bf16, blocks, int8, products
 from nmrun.fast.cpu.onednn import OneDNNLinear
 from nmrun.fast.cpu.packed_convolution import Bf16Convolution, PackedConvolution
-from nmrun.fast.cpu.packed_linear import Bf16Linear, Int8Linear, PackedLinear
+from nmrun.fast.cpu.packed_linear import (
+    Bf16Linear,
+    BlockLinear,
+    Int8BlockLinear,
+    Int8Linear,
+    PackedLinear,
+)
 from nmrun.fast.fused import fuse
 from nmrun.fast.gpu import probe as on_gpu
 from nmrun.fast.gpu import semi_structured
 from nmrun.fast.gpu.linear import SemiStructuredLinear
-from nmrun.fast.measurement import BF16, DENSE_INT8, FASTER, INT8, ONEDNN, Choice
+from nmrun.fast.measurement import (
+    BF16,
+    BF16_BLOCKS,
+    DENSE_INT8,
+    FASTER,
+    INT8,
+    INT8_BLOCKS,
+    ONEDNN,
+    Choice,
+)
 from nmrun.fast.sites import ConvolutionSite, Site, devices, install, sites, watch
 from nmrun.patterns import Pattern
 from nmrun.ranges import Check, check_values, number, plain
@@ -62,7 +77,8 @@ def deploy(
       ``nn.MultiheadAttention`` become :class:`~nmrun.fast.cpu.packed_linear.PackedLinear`, which
       holds the non-zeros and their columns alone: 1.25 N/M of the dense bytes in float32, 1.5 N/M
       in bfloat16. In bfloat16 :class:`~nmrun.fast.cpu.packed_linear.Bf16Linear` is another candidate,
-      on processors with AVX512-BF16.
+      on processors with AVX512-BF16, and :class:`~nmrun.fast.cpu.packed_linear.BlockLinear` for
+      V:N:M weights, which multiplies by AMX where that is.
     - On the CPU, ``nn.Conv2d`` becomes a
       :class:`~nmrun.fast.cpu.packed_convolution.PackedConvolution` in float32, which needs a batch
       of images to be fast, or a ``Bf16Convolution`` in bfloat16 on processors with AVX512-BF16. It
@@ -79,11 +95,12 @@ def deploy(
         sample: an input as in use: a tensor, a tuple of positional arguments, a dict of keyword
             arguments, or a function that calls the model (``lambda: model.generate(prompt)``). The
             times of all calls that a layer gets in it are added.
-        precision: ``"int8"`` adds two candidates for linear layers on the CPU:
-            :class:`~nmrun.fast.cpu.packed_linear.Int8Linear`, packed, and
-            :class:`~nmrun.fast.cpu.dense_int8.DenseInt8Linear`, oneDNN's with the zeros. Attention
-            may then multiply in bfloat16. None, the default: layers keep their precision.
-        tolerance: the largest error of an int8 layer on the tokens of the sample, from 0 to 1, as a
+        precision: ``"int8"`` adds candidates for linear layers on the CPU:
+            :class:`~nmrun.fast.cpu.packed_linear.Int8Linear`, packed, ``Int8BlockLinear`` for V:N:M,
+            :class:`~nmrun.fast.cpu.dense_int8.DenseInt8Linear`, oneDNN's with the zeros; for
+            float32 weights also the packed ones of bfloat16. Attention may then multiply in
+            bfloat16. None, the default: layers keep their precision.
+        tolerance: the largest error of such a layer on the tokens of the sample, from 0 to 1, as a
             share of the output's norm. A layer with a larger one keeps its precision.
         compile: also call ``model.compile()``; on a GPU with CUDA graphs, and then layers are timed
             in CUDA graphs too. Inputs of another shape are compiled anew.
@@ -115,6 +132,10 @@ def deploy(
                 near, note = int8_layers(site, pattern is not None, tolerance)
                 notes[site.name] = f"; {note}"
                 site.candidates |= near
+                if pattern:
+                    near, note = _near(site, _below(site), tolerance)
+                    notes[site.name] += f"; {note}" if note else ""
+                    site.candidates |= near
             choices[site.name] = Choice(site.name, None, reason)
             if site.candidates:
                 groups.setdefault((*site.timing_key, pattern, tuple(site.candidates)), []).append(
@@ -162,10 +183,15 @@ def int8_layers(site: Site, sparse: bool, tolerance: float) -> tuple[dict[str, n
         sparse: its weight is N:M.
         tolerance: the error's share of the outputs' norm.
     """
+    ways: dict[str, Path] = {DENSE_INT8: DenseInt8Linear.of} if dense_int8.available() else {}
+    return _near(site, ways | ({INT8: Int8Linear.of} if sparse else {}), tolerance)
+
+
+def _near(
+    site: Site, ways: Mapping[str, Path], tolerance: float
+) -> tuple[dict[str, nn.Module], str]:
     assert site.tokens is not None
     bias = None if site.bias is None else site.bias.float()
-    ways: dict[str, Path] = {DENSE_INT8: DenseInt8Linear.of} if dense_int8.available() else {}
-    ways |= {INT8: Int8Linear.of} if sparse else {}
     near, notes = dict[str, nn.Module](), []
     for name, make in ways.items():
         try:
@@ -179,6 +205,23 @@ def int8_layers(site: Site, sparse: bool, tolerance: float) -> tuple[dict[str, n
             near[name] = layer
         notes.append(f"{name} {how}" if near_enough else f"{name}: {how}")
     return near, "; ".join(notes)
+
+
+def _in_bf16(site: Site) -> dict[str, Path]:
+    """The packed layers of bfloat16 for the weight of a linear site."""
+    if site.weight.device.type != "cpu" or bf16.KERNELS.obstacle():
+        return {}
+    return {BF16: Bf16Linear.of, **({BF16_BLOCKS: BlockLinear.of} if _has_blocks(site) else {})}
+
+
+def _below(site: Site) -> dict[str, Path]:
+    """What int8 allows for beside its own layers: those of blocks, and of a float32 weight bfloat16."""
+    ways: dict[str, Path] = {INT8_BLOCKS: Int8BlockLinear.of} if _has_blocks(site) else {}
+    return ways | (_in_bf16(site) if site.dtype == torch.float32 else {})
+
+
+def _has_blocks(site: Site) -> bool:
+    return blocks.height_of(site.weight != 0) is not None
 
 
 def pattern_of(weight: Tensor) -> Pattern | None:
@@ -207,8 +250,7 @@ def paths(device: torch.device, dtype: torch.dtype, pattern: Pattern) -> dict[st
             raise ValueError(f"{short}: packed weights on the CPU are float32 or bfloat16")
         if why := products.KERNELS.obstacle():
             raise ValueError(why)
-        low = dtype == torch.bfloat16 and not bf16.KERNELS.obstacle()
-        return {"packed": PackedLinear.of, **({BF16: Bf16Linear.of} if low else {})}
+        return {"packed": PackedLinear.of}
     if why := on_gpu.obstacle(device):
         raise ValueError(why)
     if dtype not in measurement.ALLOWED:
@@ -259,6 +301,8 @@ def _try(site: Site, graph: bool, algorithms: dict[Any, str]) -> tuple[str, Patt
             ways |= _of_convolution(site) if pattern else {}
         elif pattern:
             ways |= paths(site.weight.device, site.dtype, pattern)
+            if site.dtype == torch.bfloat16:
+                ways |= _in_bf16(site)
     except ValueError as error:
         wrong.append(str(error))
     for name, make in ways.items():

@@ -14,9 +14,9 @@ from nmrun.errors import refused
 from nmrun.fast import packed
 from nmrun.fast.cpu import dense_int8, packed_convolution
 from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
-from nmrun.fast.cpu.kernels import bf16, int8, products, tiles
+from nmrun.fast.cpu.kernels import bf16, blocks, int8, products, tiles
 from nmrun.fast.cpu.packed_convolution import PackedConvolution
-from nmrun.fast.cpu.packed_linear import Bf16Linear, Int8Linear, PackedLinear
+from nmrun.fast.cpu.packed_linear import Bf16Linear, BlockLinear, Int8Linear, PackedLinear
 from nmrun.fast.measurement import DENSE_INT8
 from nmrun.fast.packed import Line
 from nmrun.fast.sites import KEY_VALUE, ConvolutionSite, Site, install, sites
@@ -165,5 +165,9 @@ def _linear(
     if value.dtype == torch.bfloat16 and not bf16.KERNELS.obstacle():
         weight = value.new_zeros(rows, columns)
         weight[row, column] = value
+        # AMX is the faster for any number of tokens, without it few tokens are slower in blocks
+        height = None if blocks.tiles_obstacle() else blocks.height_of(weight != 0)
+        if height is not None:
+            return partial(BlockLinear, blocks.packed(weight, height))
         return partial(Bf16Linear, bf16.packed(weight))
     return partial(PackedLinear, tiles.pack(row, column, value, rows, columns))

@@ -25,8 +25,10 @@ ONEDNN = "onednn"  # the path of dense products by oneDNN
 PACKED_ACTIVATIONS = "packed activations"  # the path of products with the kept activations
 FLOAT32 = "float32"  # of attention in float32 where all else is bfloat16
 BF16 = "packed bf16"  # of packed ones in bfloat16; those of "packed" are computed in float32
+BF16_BLOCKS = "packed blocks bf16"  # of V:N:M ones in bfloat16, by AMX where it is
 BF16_FORWARD = "packed forward bf16"  # with a dense input gradient
 INT8 = "int8"  # of packed ones in int8
+INT8_BLOCKS = "int8 blocks"  # of V:N:M ones in int8
 DENSE_INT8 = "dense int8"  # of dense products in int8
 # of another path's time: what is closer than that differs from trial to trial
 FASTER = 0.97

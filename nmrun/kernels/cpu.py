@@ -26,6 +26,7 @@ SMALLEST = 1 << 12
 LARGEST_M = (
     256  # the working set of a column block must stay in the first-level cache and the code small
 )
+LARGEST_BLOCK = 1 << 14  # elements, as in nm_blocks.c
 
 
 def project(
@@ -37,29 +38,37 @@ def project(
     scale: float = 1.0,
     factor: float = 0.0,
 ) -> bool:
-    """Write the N:M projection of ``weight`` into ``out``, or return False where this kernel does
-    not apply. Hard threshold by default, ``scale * soft threshold`` with ``soft``; of a hard
-    one, pruned weights are kept ``factor`` times. Applies to float32 CPU tensors of at least
-    ``SMALLEST`` elements, contiguous or both with channels last, for M up to ``LARGEST_M``."""
-    if not takes(pattern, weight, out) or (kernel := load(pattern, factor != 0)) is None:
+    """Write the projection of ``weight`` into ``out``, or return False where this kernel does not
+    apply. Hard threshold by default, ``scale * soft threshold`` with ``soft``; of a hard one,
+    pruned weights are kept ``factor`` times. Applies to float32 CPU tensors of at least
+    ``SMALLEST`` elements, contiguous or both with channels last, for M up to ``LARGEST_M``. Of
+    V:N:M patterns there is no soft threshold."""
+    if not takes(pattern, dim, weight, out) or (kernel := load(pattern, factor != 0)) is None:
         return False
     numbers = (ctypes.c_float * 2)(scale, factor)
-    more = (int(soft), ctypes.addressof(numbers))
-    _by_columns(kernel.nm_project, weight, out, pattern, dim, more)
+    if pattern.v == 1:
+        scalars = (int(soft), ctypes.addressof(numbers))
+        _by_steps(kernel.nm_project, weight, out, pattern, dim, scalars)
+    elif soft:
+        return False
+    else:
+        faded = ctypes.addressof(numbers) + ctypes.sizeof(ctypes.c_float)
+        _by_steps(kernel.nm_project_blocks, weight, out, pattern, dim, (faded,))
     return True
 
 
 def mask(weight: Tensor, out: Tensor, pattern: Pattern, dim: int) -> bool:
     """Write the N:M mask of ``weight`` into ``out`` (bool): else as :func:`project`."""
-    if not (takes(pattern, weight) and stored_alike(weight, out)):
+    if not (takes(pattern, dim, weight) and stored_alike(weight, out)):
         return False
     if (kernel := load(pattern)) is None:
         return False
-    _by_columns(kernel.nm_mask, weight, out, pattern, dim)
+    function = kernel.nm_mask if pattern.v == 1 else kernel.nm_mask_blocks
+    _by_steps(function, weight, out, pattern, dim)
     return True
 
 
-def _by_columns(
+def _by_steps(
     kernel: Callable[..., int],
     weight: Tensor,
     out: Tensor,
@@ -67,22 +76,38 @@ def _by_columns(
     dim: int,
     more: Sequence[int] = (),
 ) -> None:
-    """Call a kernel for all groups; ``more`` are its operands behind the usual ones."""
+    """Call a kernel for all groups, or blocks; ``more`` are its operands behind the usual ones."""
+    inner, gap = strides(weight, pattern, dim)
     dim, (weight, out) = as_stored(dim, weight, out)
     whole = filled(weight, pattern, dim)
+    if gap and dim:  # the outputs' rows are as long as the filled weight's
+        gap = whole[0].numel()
     result = out if whole is weight else torch.empty_like(whole, dtype=out.dtype)
-    inner = whole.shape[dim + 1 :].numel()
-    operands = (whole.data_ptr(), result.data_ptr(), BEGIN, END, inner, *more)
-    in_parts(kernel, operands, whole.numel() // pattern.m, whole.numel())
+    step = max(pattern.v * gap, pattern.m * inner) if gap else pattern.m
+    operands = (whole.data_ptr(), result.data_ptr(), BEGIN, END, inner, *filter(None, [gap]), *more)
+    in_parts(kernel, operands, whole.numel() // step, whole.numel())
     if result is not out:
         out.copy_(result.narrow(dim, 0, out.shape[dim]))
+
+
+def strides(weight: Tensor, pattern: Pattern, dim: int) -> tuple[int, int]:
+    """How far apart neighbours of a group lie, and the outputs of a block, in a weight that is
+    stored without gaps; 0 where there are no blocks. Outputs are dimension 0, or 1 where groups
+    run along that one."""
+    at, (stored,) = as_stored(dim, weight)
+    inner = stored.shape[at + 1 :].numel()
+    if pattern.v == 1:
+        return inner, 0
+    outputs, _ = as_stored(0 if dim else 1, weight)
+    return inner, stored.shape[outputs + 1 :].numel()
 
 
 def project_rows(weight: Tensor, out: Tensor, pattern: Pattern, order: Tensor) -> bool:
     """The projection of ``weight`` along dimension 0, as if its rows stood in ``order`` (int64), to
     whole groups: else as :func:`project`."""
     fits = (
-        takes(pattern, weight, out)
+        pattern.v == 1
+        and takes(pattern, 0, weight, out)
         and len(order) == len(weight)
         and len(weight) % pattern.m == 0
         and order.is_contiguous()
@@ -96,39 +121,52 @@ def project_rows(weight: Tensor, out: Tensor, pattern: Pattern, order: Tensor) -
     return True
 
 
-def takes(pattern: Pattern, *tensors: Tensor) -> bool:
+def takes(pattern: Pattern, dim: int, *tensors: Tensor) -> bool:
     """Whether these kernels are for tensors of one shape and this pattern: float32, on the CPU,
-    enough weights, stored alike, with memory."""
-    large = tensors[0].numel() >= SMALLEST and pattern.m <= LARGEST_M
+    enough weights, stored alike, with memory; and of V:N:M whole blocks that are not too large."""
+    first = tensors[0]
     return (
-        large
-        and pattern.v == 1
+        first.numel() >= SMALLEST
+        and pattern.m <= LARGEST_M
         and all(t.is_cpu and t.dtype == torch.float32 for t in tensors)
-        and has_memory(tensors[0])
+        and has_memory(first)
         and stored_alike(*tensors)
+        and (pattern.v == 1 or _has_blocks(pattern, dim, first))
     )
+
+
+def _has_blocks(pattern: Pattern, dim: int, weight: Tensor) -> bool:
+    if weight.dim() < 2 or weight.shape[0 if dim else 1] % pattern.v:
+        return False
+    inner, gap = strides(weight, pattern, dim)
+    lines = pattern.m * inner if inner <= gap else 0
+    return max(lines, pattern.v * pattern.m) <= LARGEST_BLOCK
 
 
 @cache
 def load(pattern: Pattern, fades: bool = False, adam: bool = False) -> ctypes.CDLL | None:
     """The library for this pattern, built if needed, ``fades`` with a factor for pruned weights;
     None where no C compiler works."""
-    names = ("nm_project", "nm_adam") if adam else ("nm_project",)
-    flags = (*FLAGS, f"-DN={pattern.n}", f"-DM={pattern.m}", f"-DFADES={int(fades)}")
-    functions = {
-        "nm_project": "ppnnnip",
-        "nm_mask": "ppnnn",
-        "nm_project_rows": "pppnnn",
-        "nm_adam": "p" * 6 + "nnn" + "p" + "iii",  # with ``adam`` alone
-    }
-    kernels = CFunctions(f"projection to {pattern}", names, flags, "nmrun.kernels", functions)
+    flags = [*FLAGS, f"-DN={pattern.n}", f"-DM={pattern.m}", f"-DFADES={int(fades)}"]
+    if pattern.v == 1:
+        name = "nm_project"
+        functions = {name: "ppnnnip", "nm_mask": "ppnnn", "nm_project_rows": "pppnnn"}
+    else:
+        name = "nm_blocks"
+        flags.append(f"-DV={pattern.v}")
+        functions = {"nm_project_blocks": "ppnnnnp", "nm_mask_blocks": "ppnnnn"}
+    names = (name, "nm_adam") if adam else (name,)
+    functions["nm_adam"] = "p" * 6 + "nnnn" + "p" + "iii"  # with ``adam`` alone
+    kernels = CFunctions(
+        f"projection to {pattern}", names, tuple(flags), "nmrun.kernels", functions
+    )
     return None if kernels.obstacle() else kernels.load()
 
 
 def takes_step(o: Operands) -> bool:
     pattern, dense = o.update.pattern, o.update.dense
     whole = dense.shape[o.update.dim] % pattern.m == 0
-    return whole and takes(pattern, *o.all) and _of_step(o) is not None
+    return whole and takes(pattern, o.update.dim, *o.all) and _of_step(o) is not None
 
 
 def step_adam(o: Operands, scalars: list[float]) -> None:
@@ -140,9 +178,9 @@ def step_adam(o: Operands, scalars: list[float]) -> None:
     update, kernel = o.update, _of_step(o)
     assert kernel is not None  # takes_step() said so
     rule, pattern = update.rule, update.pattern
-    dim, tensors = as_stored(update.dim, *o.all)
-    inner = tensors[0].shape[dim + 1 :].numel()
-    rows = update.dense.numel() // (pattern.m * inner)
+    _, tensors = as_stored(update.dim, *o.all)
+    inner, gap = strides(update.dense, pattern, update.dim)
+    rows = update.dense.numel() // max(pattern.m * inner, pattern.v * gap)
     decays, scales, _, soft, _ = rule.kind
     edit = 1 if decays else 2 if scales else 0  # as nm_adam.c has them; so are the values in order
     scale = 1.0 if rule.soft_threshold_scale is None else float(rule.soft_threshold_scale)
@@ -150,7 +188,7 @@ def step_adam(o: Operands, scalars: list[float]) -> None:
     addresses = [t.data_ptr() for t in tensors]
     addresses.append(0 if rule.mask is None else rule.mask.data_ptr())
     flags = (edit, int(soft), int(o.frozen))
-    operands = (*addresses, BEGIN, END, inner, ctypes.addressof(values), *flags)
+    operands = (*addresses, BEGIN, END, inner, gap, ctypes.addressof(values), *flags)
     in_parts(kernel.nm_adam, operands, rows, update.dense.numel())
 
 

@@ -51,7 +51,8 @@ def nm_mask(weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = Fa
     if weight.dim() and has_memory(weight):
         stored, order = _memory_order(weight)
         mask = torch.empty_like(stored, dtype=torch.bool)
-        if projection.mask(stored, mask, pattern, order.index(dim)):
+        along = order.index(dim)
+        if _has_outputs(order, dim, pattern) and projection.mask(stored, mask, pattern, along):
             return mask.permute(_inverse(order))
     return reference.nm_mask(weight, pattern, dim)
 
@@ -134,8 +135,19 @@ def _kernel_projection(weight: Tensor, pattern: Pattern, dim: int, soft: bool) -
         return None
     stored, order = _memory_order(weight)
     out = torch.empty_like(stored)
+    if not _has_outputs(order, dim, pattern):
+        return None
     success = projection.project(stored, out, pattern, order.index(dim), soft)
     return out.permute(_inverse(order)) if success else None
+
+
+def _has_outputs(order: list[int], dim: int, pattern: Pattern) -> bool:
+    """Whether the kernels find the outputs of a V:N:M pattern in a weight with its dimensions in this
+    order: as the first one, or as the second where groups run along the first."""
+    if pattern.v == 1 or len(order) < 2:
+        return pattern.v == 1
+    outputs = 0 if dim else 1
+    return order.index(outputs) == (0 if order.index(dim) else 1)
 
 
 def _memory_order(weight: Tensor) -> tuple[Tensor, list[int]]:

@@ -35,7 +35,8 @@ def test_layers_are_int8(dtype: torch.dtype) -> None:
     expected = model(x).detach()
     choices = nmrun.deploy(model, x, precision="int8")
     assert [(c.path, c.is_sparse) for c in choices] == [("int8", True)] * 2
-    assert all("int8 0.25 ms (4.00x); dense int8 outputs 0.0" in c.reason for c in choices)
+    assert all("int8 0.25 ms" in c.reason and "(4.00x); " in c.reason for c in choices)
+    assert all("; dense int8 outputs 0.0" in c.reason for c in choices)
     with torch.no_grad():
         z = model(x)
     assert z.dtype == dtype
@@ -43,6 +44,43 @@ def test_layers_are_int8(dtype: torch.dtype) -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert model(x).dtype == torch.bfloat16
     assert not list(model.parameters())
+
+
+@needs_int8
+@pytest.mark.usefixtures("emulated_bf16")
+def test_bfloat16_is_taken_for_float32_where_int8_is_slower_or_too_far_off(
+    deploy_times: dict[str, float],
+) -> None:
+    deploy_times.update({"packed": 0.5, "packed bf16": 0.2})
+    model, x = pruned(), torch.randn(40, 80)
+    assert [c.path for c in nmrun.deploy(model, x)] == ["packed"] * 2  # nobody allowed for less
+    model, dense = pruned(), pruned()
+    choices = nmrun.deploy(model, x, precision="int8", tolerance=0.006)
+    assert [c.path for c in choices] == ["packed bf16"] * 2
+    assert all("packed bf16 outputs 0.00" in c.reason for c in choices)
+    assert 0 < share(model(x), dense(x)) < 0.006
+
+
+@needs_int8
+@pytest.mark.slow
+def test_rows_that_share_their_columns_are_packed_in_blocks(deploy_times: dict[str, float]) -> None:
+    deploy_times["int8 blocks"] = 0.1
+    models, x = [], torch.randn(40, 80)
+    for pattern in ("32:4:16", "16:4:8"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(80, 64), nn.ReLU(), nn.Linear(64, 32)).eval()
+        for layer in (model[0], model[2]):
+            layer.weight.data = nmrun.sparsity.hard_threshold(layer.weight.data, pattern)
+        models.append(model)
+    expected = models[0](x)
+    for model in models:
+        choices = nmrun.deploy(model, x, precision="int8")
+        assert [c.path for c in choices] == ["int8 blocks"] * 2
+    assert 0 < share(models[0](x), expected) < 0.05
+    stays_itself(*models, x)
+    models[0].bfloat16()
+    assert models[0][0].values.dtype == torch.int8
+    assert models[0][0].scales.dtype == torch.float32
 
 
 @needs_int8

@@ -49,6 +49,13 @@ SHAPES = [
     ((16, 26), 0, "2:8"),
     ((64, 1024), 1, "2:4"),
 ]
+BLOCKS = [
+    ((32, 48), 1, "16:2:8"),
+    ((32, 16, 3, 3), 1, "16:2:8"),
+    ((16, 32), 0, "16:2:8"),
+    ((16, 32, 2, 2), 0, "16:2:8"),  # of a transposed convolution
+    ((16, 4096), 1, "16:2:8"),
+]
 
 
 @pytest.mark.parametrize(
@@ -62,12 +69,29 @@ SHAPES = [
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(kind, decoupled, beta1, layout):
-    params = [nn.Parameter(torch.randn(shape)) for shape, _, _ in SHAPES]
+    assert_steps_are_torchs(SHAPES, kind, decoupled, beta1, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"soft"}))
+def test_so_is_a_step_that_keeps_blocks(kind, layout):
+    assert_steps_are_torchs(BLOCKS, kind, True, 0.9, layout)
+
+
+def assert_steps_are_torchs(
+    shapes: list[tuple[tuple[int, ...], int, str]],
+    kind: str,
+    decoupled: bool,
+    beta1: float,
+    layout: torch.memory_format,
+) -> None:
+    params = [nn.Parameter(torch.randn(shape)) for shape, _, _ in shapes]
     for p in params:
         p.data = p.contiguous(memory_format=layout) if p.dim() == 4 else p.data
     copies = [
         update_of(kind, p.detach(), Pattern.parse(r), dim)
-        for p, (_, dim, r) in zip(params, SHAPES, strict=True)
+        for p, (_, dim, r) in zip(params, shapes, strict=True)
     ]
     theirs = [p.detach().clone().requires_grad_() for p in params]
     options = {"lr": 3e-3, "betas": (beta1, 0.95), "eps": 1e-7, "weight_decay": 0.1, "fused": True}

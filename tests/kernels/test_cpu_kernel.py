@@ -137,6 +137,65 @@ def test_bits_equal_the_reference(ratio, shape, dim, scale):
     assert torch.equal(bits(weight), bits(before))
 
 
+def blocks_by_hand(weight: Tensor, pattern: Pattern) -> Tensor:
+    """The mask of a matrix, block by block, in whole numbers and double precision."""
+    mask = torch.zeros(weight.shape, dtype=torch.bool)
+    for top in range(0, len(weight), pattern.v):
+        for left in range(0, weight.shape[1], pattern.m):
+            rows = weight[top : top + pattern.v, left : left + pattern.m].tolist()
+            size = [[-1.0 if x != x else abs(x) for x in row] for row in rows]
+            total = [sum(column) for column in zip(*size, strict=True)]
+            four = sorted(sorted(range(pattern.m), key=lambda j: (-total[j], j))[:4])
+            for r, row in enumerate(size):
+                kept = sorted(four, key=lambda j: (-row[j], j))[: pattern.n]
+                for j in {*kept, *(j for j in range(pattern.m) if rows[r][j] != rows[r][j])}:
+                    mask[top + r, left + j] = True
+    return mask
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("ratio", "shape", "dim"),
+    [
+        ("16:4:16", (32, 80), 1),
+        ("4:2:8", (12, 4096 * 9), 1),  # several strips
+        late("4:2:8", (8, 16, 3, 3), 1),
+        late("4:2:8", (16, 12), 0),
+        late("4:2:8", (16, 8, 3, 3), 0),
+        late("64:3:5", (128, 25), 1),
+        late("3:1:6", (6, 42), 1),  # no multiple of four outputs
+    ],
+)
+def test_blocks(ratio, shape, dim):
+    weight, pattern = nasty(shape), Pattern.parse(ratio)
+    expected = reference.nm_mask(weight, pattern, dim)
+    if weight.dim() == 2:
+        by_hand = blocks_by_hand(weight.T if dim == 0 else weight, pattern)
+        assert torch.equal(expected, by_hand.T if dim == 0 else by_hand)
+    orders = [torch.contiguous_format, torch.channels_last][: 1 + (weight.dim() == 4)]
+    for stored in (weight.contiguous(memory_format=order) for order in orders):
+        out, mask = torch.full_like(stored, 7.0), torch.empty_like(stored, dtype=torch.bool)
+        assert cpu.project(stored, out, pattern, dim)
+        assert torch.equal(
+            bits(out.contiguous()), bits(torch.where(expected, weight, 0.0).contiguous() + 0.0)
+        )
+        assert cpu.mask(stored, mask, pattern, dim)
+        assert torch.equal(mask, expected)
+        assert torch.equal(sparsity.nm_mask(stored, pattern, dim), expected)
+    assert not cpu.project(weight, torch.empty_like(weight), pattern, dim, soft=True)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_blocks_of_which_pruned_weights_fade_and_the_last_group_is_short():
+    pattern, weight = Pattern.parse("4:2:8").over(20), nasty((8, 20))
+    mask, out = reference.nm_mask(weight, pattern, 1), torch.full_like(weight, 7.0)
+    assert cpu.project(weight, out, pattern, 1, factor=0.7)
+    faded = torch.where(mask, weight, weight * torch.tensor(0.7)) + 0.0
+    assert torch.equal(bits(out), bits(faded))
+    assert not cpu.project(nasty((6, 24)), torch.empty(6, 24), pattern, 1)  # V does not divide 6
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("ratio", "shape", "dim", "padded"),

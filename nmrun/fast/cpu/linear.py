@@ -12,6 +12,7 @@ know.
 
 :class:`Bf16Products` does so in bfloat16 (``nmrun.fast.cpu.kernels.bf16``), :class:`Bf16Forward` the
 forward product alone: where many weights are kept, the transpose fills its slots too unevenly.
+:class:`BlockProducts` does so for V:N:M weights (``nmrun.fast.cpu.kernels.blocks``).
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ import torch
 from torch import Tensor
 
 from nmrun.fast.cpu import onednn
-from nmrun.fast.cpu.kernels import bf16, products
+from nmrun.fast.cpu.kernels import bf16, blocks, products
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
+from nmrun.fast.cpu.kernels.blocks import BlockMatrix, BlockTranspose
 from nmrun.fast.cpu.kernels.products import PackedMatrix
 from nmrun.fast.cpu.weight import PRODUCTS, PackedWeight, kernels_of, matrix_of
 from nmrun.fast.measurement import ONEDNN
 from nmrun.fast.operators import PACKED
-from nmrun.patterns import Pattern
+from nmrun.patterns import COLUMNS, Pattern
 from nmrun.products.simulation import estimate, refuse_second_gradients
 
 
@@ -104,6 +106,29 @@ class Bf16Forward(Bf16Products):
     def pack(self, weight: Tensor, other: Tensor | None) -> int:
         self.backward_weight.copy_(weight if other is None else other)
         return bf16.pack(weight, self.matrix("forward"))
+
+
+class BlockProducts(LinearProducts):
+    """The same with products in bfloat16 of a V:N:M weight, of whose V 16 is a divisor. A weight gradient
+    of kept entries has all of the columns that a block keeps."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        pattern: Pattern,
+        gradient_is_faster: bool = False,
+        dense: str = "dense",
+    ) -> None:
+        self.height = blocks.height_in(pattern) or blocks.TILE
+        super().__init__(shape, dtype, pattern, gradient_is_faster, dense)
+        whole, rest = divmod(shape[1], pattern.m)
+        self.full = shape[0] * (whole * COLUMNS + min(rest, COLUMNS))
+
+    def empty(self, kind: str) -> dict[str, Tensor]:
+        matrix = BlockMatrix if kind == "forward" else BlockTranspose
+        made = matrix.empty(*self._sides(kind), self.height)
+        return {part: getattr(made, part) for part in (*matrix.STORED, *matrix.DERIVED)}
 
 
 @torch.library.custom_op("nmrun::linear_cpu", mutates_args=())

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from nmrun.fast.cpu.kernels import bf16, int8, products, tiles
+from nmrun.fast.cpu.kernels import bf16, blocks, int8, products, tiles
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
+from nmrun.fast.cpu.kernels.blocks import BlockMatrix, Int8BlockMatrix
 from nmrun.fast.cpu.kernels.int8 import Int8Matrix
 from nmrun.fast.cpu.kernels.tiles import TiledMatrix
 from nmrun.fast.cpu.packed_layer import PackedLayer, check_input
@@ -83,6 +84,29 @@ class Bf16Linear(PackedLinear):
         return bf16.multiply(x.bfloat16(), matrix, bias).to(x.dtype)
 
 
+class BlockLinear(PackedLinear):
+    """``x W^T + bias`` with a V:N:M weight of bfloat16, on processors that multiply such numbers, by AMX
+    where it is (:mod:`nmrun.fast.cpu.kernels.blocks`). Other inputs are rounded to them.
+
+    The state dict has ``values`` (groups, V / 16, depth, 16, 32) and ``index`` (groups, 32 * depth).
+    """
+
+    MATRIX, KEPT = BlockMatrix, ("values",)
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> BlockLinear:
+        """The layer of a weight (out_features, in_features) with zeros, rounded to bfloat16.
+
+        Raises:
+            ValueError: where 16 rows side by side do not share their columns.
+        """
+        return cls(blocks.packed(weight.detach(), _height(weight)), bias)
+
+    @staticmethod
+    def multiply(x: Tensor, matrix: Any, bias: Tensor | None) -> Tensor:
+        return blocks.multiply(x.bfloat16(), matrix, bias).to(x.dtype)
+
+
 class Int8Linear(PackedLinear):
     """``x W^T + bias`` with an N:M weight of int8, on processors that multiply such numbers. It quantises
     its tokens itself (:mod:`nmrun.fast.cpu.kernels.int8` says how).
@@ -94,7 +118,8 @@ class Int8Linear(PackedLinear):
         RuntimeError: when called, for NaN and infinity in the input.
     """
 
-    MATRIX, KEPT = Int8Matrix, ("scales",)
+    MATRIX: ClassVar[Any] = Int8Matrix
+    KEPT = ("scales",)
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> Int8Linear:
@@ -112,8 +137,43 @@ class Int8Linear(PackedLinear):
         return int8.multiply(x.float(), matrix, bias).to(x.dtype)
 
 
+class Int8BlockLinear(Int8Linear):
+    """The same of a V:N:M weight, by AMX where it is, with the same bits
+    (:mod:`nmrun.fast.cpu.kernels.blocks`).
+
+    The state dict has ``values`` (groups, V / 16, depth, 16, 64), ``index`` (groups, 64 * depth) and
+    ``scales`` (out_features,).
+    """
+
+    MATRIX = Int8BlockMatrix
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Int8BlockLinear:
+        """The layer of a weight (out_features, in_features) with zeros, rounded to int8.
+
+        Raises:
+            ValueError: for a weight with NaN or infinity, and where 16 rows side by side do not
+                share their columns.
+        """
+        return cls(blocks.packed_int8(weight.detach(), _height(weight)), bias)
+
+    @staticmethod
+    def multiply(x: Tensor, matrix: Any, bias: Tensor | None) -> Tensor:
+        return blocks.multiply_int8(x.float(), matrix, bias).to(x.dtype)
+
+
+def _height(weight: Tensor) -> int:
+    height = blocks.height_of(weight != 0)
+    if height is None:
+        raise ValueError("16 rows side by side keep more than three quarters of the columns")
+    return height
+
+
 # the layers by the name that the operators take
-LAYERS = {layer.__name__: layer for layer in (PackedLinear, Bf16Linear, Int8Linear)}
+LAYERS = {
+    layer.__name__: layer
+    for layer in (PackedLinear, Bf16Linear, BlockLinear, Int8Linear, Int8BlockLinear)
+}
 
 
 def check_operands(x: Tensor, values: Tensor, columns: int) -> None:

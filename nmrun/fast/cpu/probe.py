@@ -21,12 +21,13 @@ from torch.nn.grad import conv2d_input
 from nmrun.fast import measurement
 from nmrun.fast.cpu import convolution, linear, onednn
 from nmrun.fast.cpu.convolution import Bf16ConvolutionProducts, ConvolutionProducts
-from nmrun.fast.cpu.kernels import bf16, products
+from nmrun.fast.cpu.kernels import bf16, blocks, products
 from nmrun.fast.cpu.kernels.convolution import Window
-from nmrun.fast.cpu.linear import Bf16Forward, Bf16Products, LinearProducts
+from nmrun.fast.cpu.linear import Bf16Forward, Bf16Products, BlockProducts, LinearProducts
 from nmrun.fast.cpu.weight import PRODUCTS
 from nmrun.fast.measurement import (
     BF16,
+    BF16_BLOCKS,
     BF16_FORWARD,
     FLOAT32,
     ONEDNN,
@@ -44,7 +45,8 @@ from nmrun.sparsity.masks import hard_threshold
 from nmrun.sparsity.weight import SparseWeight
 
 CPU, FILE = torch.device("cpu"), "probe_cpu.json"
-LOW = {BF16: Bf16Products, BF16_FORWARD: Bf16Forward}  # by their path
+# by their path
+LOW = {BF16: Bf16Products, BF16_FORWARD: Bf16Forward, BF16_BLOCKS: BlockProducts}
 LINEAR = {"packed": LinearProducts, **LOW}
 CONVOLUTION = {"packed": ConvolutionProducts, BF16: Bf16ConvolutionProducts}
 DTYPES = (torch.float32, torch.bfloat16)
@@ -84,7 +86,7 @@ class LinearShape:
         if self.pattern:
             paths.append("packed")
             if self.dtype == torch.bfloat16 and not bf16.KERNELS.obstacle():
-                paths += LOW
+                paths += LOW if blocks.height_in(self.pattern) else (BF16, BF16_FORWARD)
         return tuple(paths)
 
     def __str__(self) -> str:
@@ -268,7 +270,11 @@ def _of_linear(shape: LinearShape) -> dict[str, Times]:
                 packed.write(weight, None)
                 calls[name] = _packed(packed, shape, weight, x, dz, bias, estimated)
                 # a product is right within the rounding of its own result, so of what it rounds first
-                expected[name] = exact(low if name in LOW else weight, sampled)
+                gradient = sampled
+                if isinstance(packed, BlockProducts) and not shape.mvue:
+                    columns = blocks.kept_columns(weight != 0, packed.height)
+                    gradient = whole * columns.repeat_interleave(packed.height, 0)
+                expected[name] = exact(low if name in LOW else weight, gradient)
                 _, pack[name] = side_by_side(
                     lambda: None, functools.partial(packed.write, weight, None)
                 )
@@ -399,7 +405,8 @@ def eligible(
         mvue = None if weight.layer is None else weight.layer.mvue
         rows, columns = weight.shape if weight.dim == 1 else reversed(weight.shape)
         tokens = inputs.numel() // max(1, inputs[-1])
-        shape = LinearShape(rows, columns, tokens, dtype, weight.pattern.by_rows, mvue)
+        pattern = weight.pattern if blocks.height_in(weight.pattern) else weight.pattern.by_rows
+        shape = LinearShape(rows, columns, tokens, dtype, pattern, mvue)
     if shape.multiplications < SMALLEST:
         return f"its products are too small to gain ({shape})", None
     return "", shape

@@ -1,7 +1,7 @@
 """The packed weight of one layer in training on the CPU: what its products read.
 
 It is packed once per optimizer step, in float32 (``nmrun.fast.cpu.kernels.products``) or in bfloat16
-(``nmrun.fast.cpu.kernels.bf16``): the weight for the forward product, its transpose for the input
+(``nmrun.fast.cpu.kernels.bf16``, of V:N:M ``nmrun.fast.cpu.kernels.blocks``): the weight for the forward product, its transpose for the input
 gradient. Operators take the tensors of such a matrix, its parts, as a list.
 """
 
@@ -13,12 +13,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from nmrun.fast.cpu.kernels import bf16, products
+from nmrun.fast.cpu.kernels import bf16, blocks, products
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
+from nmrun.fast.cpu.kernels.blocks import BlockMatrix, BlockTranspose
 from nmrun.fast.cpu.kernels.products import PackedMatrix
 from nmrun.products.layer import LayerPacker
 
-Matrix = PackedMatrix | Bf16Matrix
+Matrix = PackedMatrix | Bf16Matrix | BlockMatrix | BlockTranspose
+# by the dimensions of their values
+OF_BLOCKS: dict[int, type[BlockMatrix | BlockTranspose]] = {5: BlockMatrix, 4: BlockTranspose}
 PRODUCTS = ("forward", "backward")
 
 
@@ -27,7 +30,7 @@ class PackedWeight(nn.Module):
     buffers that keep their addresses and are no part of a state dict; empty until :meth:`pack`.
     """
 
-    MATRIX: ClassVar[type[Matrix]] = PackedMatrix
+    MATRIX: ClassVar[type[PackedMatrix | Bf16Matrix]] = PackedMatrix
     packer = LayerPacker
 
     def __init__(self, shape: tuple[int, int], taps: int = 1) -> None:
@@ -65,15 +68,19 @@ class PackedWeight(nn.Module):
         return (rows, columns) if kind == "forward" else (columns, rows)
 
 
-def matrix_of(parts: Sequence[Tensor], rows: int, columns: int, taps: int = 1) -> Matrix:
-    """The matrix that has these parts."""
+def matrix_of(parts: Sequence[Tensor], rows: int, columns: int, taps: int = 1) -> Any:
+    """The matrix that has these parts, a :data:`Matrix`."""
     if len(parts) == len((*Bf16Matrix.STORED, *Bf16Matrix.DERIVED)):
         values, index, counts, start = parts
         return Bf16Matrix(values, index, counts, start, rows, columns, taps)
     values, index, start = parts
+    if kind := OF_BLOCKS.get(values.dim()):
+        return kind(values, index, start, rows, columns)
     return PackedMatrix(values, index, start, rows, columns, taps)
 
 
 def kernels_of(matrix: Matrix) -> ModuleType:
     """What packs such a matrix and multiplies with it."""
+    if isinstance(matrix, BlockMatrix | BlockTranspose):
+        return blocks
     return bf16 if isinstance(matrix, Bf16Matrix) else products

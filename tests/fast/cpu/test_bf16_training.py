@@ -19,9 +19,9 @@ from nmrun import accelerate, optim, sparsify
 from nmrun.fast import acceleration, measurement
 from nmrun.fast.cpu import linear, probe
 from nmrun.fast.cpu.kernels import bf16
-from nmrun.fast.cpu.linear import Bf16Forward, Bf16Products, LinearProducts
+from nmrun.fast.cpu.linear import Bf16Forward, Bf16Products, BlockProducts, LinearProducts
 from nmrun.fast.cpu.weight import PRODUCTS
-from nmrun.fast.measurement import BF16, BF16_FORWARD, Times, as_data, from_data
+from nmrun.fast.measurement import BF16, BF16_BLOCKS, BF16_FORWARD, Times, as_data, from_data
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
 
@@ -64,6 +64,40 @@ def test_products_and_gradients(
     whole = dz.double().flatten(0, 1).t() @ low.double().flatten(0, 1)
     near(weight.grad, whole * (w != 0) if masked else whole, 1e-6 if masked else 0.003)
     assert bool((weight.grad[w == 0] == 0).all()) is masked
+
+
+@pytest.mark.parametrize(
+    ("pattern", "outputs"), [("16:4:8", 32), ("64:4:16", 128), ("48:2:9", 96), ("32:4:32", 32)]
+)
+@pytest.mark.parametrize("stored", ["rows", "columns"])
+def test_products_and_gradients_of_blocks(pattern: str, outputs: int, stored: str) -> None:
+    p = Pattern.parse(pattern).over(41)
+    w, other = (hard_threshold(normal(outputs, 41, seed=s), p, 1).contiguous() for s in (0, 5))
+    w = w.t().contiguous().t() if stored == "columns" else w
+    packed = BlockProducts((outputs, 41), torch.bfloat16, p, gradient_is_faster=True)
+    x, dz, bias = (
+        normal(2, 35, 41, seed=1),
+        normal(2, 35, outputs, seed=2).bfloat16(),
+        normal(outputs, seed=3),
+    )
+    for back in (None, other):
+        packed.write(w, back)
+        low, weight = x.bfloat16().requires_grad_(), w.clone().requires_grad_()
+        z = packed(low, weight, bias)
+        z.backward(dz)
+        near(z, low.double() @ w.bfloat16().double().t() + bias.double(), 0.003)
+        near(low.grad, dz.double() @ (w if back is None else back).bfloat16().double(), 0.003)
+        whole = dz.double().flatten(0, 1).t() @ low.double().flatten(0, 1)
+        near(weight.grad, whole, 0.003)
+        packed.write(w, back, masked=True)
+        weight.grad = None
+        packed(x.bfloat16(), weight, bias).backward(dz)
+        near(weight.grad * (w != 0), whole * (w != 0), 1e-6)
+        assert bool(
+            (
+                weight.grad[(w == 0).unflatten(0, (-1, p.v)).all(1).repeat_interleave(p.v, 0)] == 0
+            ).all()
+        )
 
 
 @pytest.mark.parametrize("kind", [Bf16Products, Bf16Forward])
@@ -128,6 +162,9 @@ def test_the_probe_finds_them_right() -> None:
         for path in (BF16, BF16_FORWARD):
             assert not times[path].wrong
             assert min(times[path].pack, times[path].forward, times[path].weight_gradient) > 0
+    blocks = probe.measured(probe.LinearShape(64, 64, 70, torch.bfloat16, Pattern.parse("32:4:16")))
+    assert set(blocks) == {"dense", "packed", BF16, BF16_FORWARD, BF16_BLOCKS}
+    assert not blocks[BF16_BLOCKS].wrong
 
 
 def test_they_are_right_of_a_rounded_weight() -> None:
@@ -141,18 +178,20 @@ def test_they_are_right_of_a_rounded_weight() -> None:
 
 def run(recipe: str, path: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     """Model, optimizer and handle of a run whose layers take a path."""
-    names = ("dense", "packed", BF16, BF16_FORWARD)
+    names = ("dense", "packed", BF16, BF16_FORWARD, BF16_BLOCKS)
     times = {name: FAST if name == path else SLOW for name in names}
     monkeypatch.setattr(probe, "measure", lambda shape: times)
     monkeypatch.setattr(measurement, "recall", lambda *_: None)
     model = mlp()
     optimizer = optim.AdamW(model.parameters(), 1e-2)
+    pattern = options.pop("pattern", "2:4")
     handle = sparsify(
-        model, optimizer, recipe, "2:4", total_steps=8, **{"exclude": None, **options}
+        model, optimizer, recipe, pattern, total_steps=8, **{"exclude": None, **options}
     )
     choices = accelerate(handle, under_autocast(model, batch(0)[0]))
     assert {c.path for c in choices} == {None if path == "dense" else path}
     kinds = {"packed": LinearProducts, BF16: Bf16Products, BF16_FORWARD: Bf16Forward}
+    kinds[BF16_BLOCKS] = BlockProducts
     if path != "dense":
         assert {type(w.layer.packed) for w in handle.sparse} == {kinds[path]}
     return model, optimizer, handle
@@ -171,6 +210,15 @@ def test_a_run_goes_as_it_does_with_masks_alone(
 ) -> None:
     expected, losses = (
         train(*run(recipe, name, monkeypatch, **RECIPES[recipe])[:2]) for name in ("dense", path)
+    )
+    assert losses == pytest.approx(expected, rel=2e-2)
+
+
+@pytest.mark.parametrize("recipe", ["sr_ste", "step", "asp"])
+def test_so_does_a_run_of_blocks(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {**RECIPES[recipe], "pattern": "16:4:8", "pad": True, "exclude": ["4"]}
+    expected, losses = (
+        train(*run(recipe, name, monkeypatch, **options)[:2]) for name in ("dense", BF16_BLOCKS)
     )
     assert losses == pytest.approx(expected, rel=2e-2)
 

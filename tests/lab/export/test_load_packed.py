@@ -25,9 +25,9 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.fast import deploy as deploying
 from nmrun.fast import packed
 from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
-from nmrun.fast.cpu.kernels import bf16, int8, products
+from nmrun.fast.cpu.kernels import bf16, blocks, int8, products
 from nmrun.fast.cpu.packed_convolution import PackedConvolution
-from nmrun.fast.cpu.packed_linear import Bf16Linear, Int8Linear, PackedLinear
+from nmrun.fast.cpu.packed_linear import Bf16Linear, BlockLinear, Int8Linear, PackedLinear
 from nmrun.lab.export import cli, finished_run
 from nmrun.lab.export import packed as exported_packed
 
@@ -120,6 +120,30 @@ def test_a_model_in_bfloat16_gets_the_products_of_its_processor(tmp_path, monkey
     with torch.no_grad():
         output = model(x)
     assert float((output.double() - expected).norm() / expected.norm()) < 0.02
+
+
+@pytest.mark.parametrize("amx", [False, True])
+def test_rows_that_share_their_columns_are_blocks_where_amx_is(tmp_path, monkeypatch, amx):
+    if bf16.KERNELS.obstacle():
+        pytest.skip("no AVX-512 with BF16")
+
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(40, 32), nn.Linear(32, 16))
+
+    torch.manual_seed(1)
+    path, dense = exported(tmp_path, model(), overrides={"0|1": "16:4:8"})
+    multiply, x = blocks.multiply, torch.randn(5, 40).bfloat16()
+    monkeypatch.setattr(
+        blocks, "tiles_obstacle", lambda: "" if amx else "this processor has no AMX"
+    )
+    monkeypatch.setattr(blocks, "multiply", lambda *args: multiply(*args, by_tiles=False))
+    loaded = nmrun.load_packed(path, model().bfloat16())
+    assert [type(m) for m in loaded] == [BlockLinear if amx else Bf16Linear] * 2
+    assert all(torch.equal(loaded[i].dense(), dense[i].weight.bfloat16()) for i in (0, 1))
+    with torch.no_grad():
+        expected = dense.double()(x.double())
+        assert float((loaded(x).double() - expected).norm() / expected.norm()) < 0.02
 
 
 def changed(path: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], None]) -> None:

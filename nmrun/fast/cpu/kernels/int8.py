@@ -30,10 +30,10 @@ WORTH = 128  # multiplications that cost as much as a weight in another pass, se
 ROW = (2**31 - 1) // (255 * 127)  # non-zeros that 32 bits can add up
 KERNELS = CFunctions(
     "int8 products",
-    ("nm_scratch", "nm_int8"),
-    ("-ffp-contract=off", "-fno-math-errno"),  # fusing would change bits
+    ("nm_scratch", "nm_vectors", "nm_tiles", "nm_int8", "nm_block_int8"),
+    ("-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"),  # fusing would change bits
     __package__,
-    {"nm_int8": "p" * 10 + "n" * 6},
+    {"nm_int8": "p" * 10 + "n" * 6, "nm_block_int8": "p" * 10 + "n" * 5},
     needs="AVX-512 with VNNI and VBMI",
 )
 

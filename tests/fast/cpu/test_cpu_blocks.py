@@ -1,0 +1,263 @@
+"""Products with a V:N:M matrix against float64: by the vector instruction, by its definition, and by
+AMX, whose instructions are written out in ``tiles.h``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import torch
+from bf16_emulated import HAS_INSTRUCTION
+from operands import normal, normal_bf16, sparse
+from torch import Tensor
+
+from nmrun.fast.cpu.kernels import blocks, int8
+from nmrun.fast.cpu.kernels.blocks import BlockMatrix, BlockTranspose
+from nmrun.fast.cpu.packed_linear import Int8BlockLinear, Int8Linear
+from nmrun.kernels import compiler
+
+STAND_IN = f'-DTILES_BY="{Path(__file__).with_name("tiles.h")}"'
+WAYS = {"vectors": (), "emulated": ("-DEMULATED",), "tiles": (STAND_IN,)}
+
+
+@pytest.fixture(params=WAYS, autouse=True)
+def way(
+    request: pytest.FixtureRequest, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    flags = WAYS[request.param]
+    if not HAS_INSTRUCTION:
+        if request.param == "vectors":
+            pytest.skip("this processor has no bfloat16 products")
+        flags = tuple(dict.fromkeys((*flags, "-DEMULATED")))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kernel_cache))
+    kernels = replace(blocks.KERNELS, flags=(*blocks.KERNELS.flags, *flags))
+    if kernels.obstacle():
+        pytest.skip("no AVX-512 here")
+    monkeypatch.setattr(blocks, "KERNELS", kernels)
+    in_bytes = replace(int8.KERNELS, flags=(*int8.KERNELS.flags, *flags))
+    monkeypatch.setattr(int8, "KERNELS", in_bytes)
+    blocks.tiles_obstacle.cache_clear()
+    yield request.param
+    blocks.tiles_obstacle.cache_clear()
+
+
+def check(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Within the rounding of float32 in each step of the sum, and of bfloat16 at its end."""
+    x, weight = x.double(), weight.double()
+    expected = x @ weight.t() + (0 if bias is None else bias.double())
+    steps = int((weight != 0).sum(1).max()) + 4
+    size = x.abs() @ weight.abs().t() + (0 if bias is None else bias.abs())
+    off = (result.double() - expected).abs()
+    assert bool((off <= 2**-8 * expected.abs() + 1.01 * steps * 2**-24 * size).all())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rows", "columns", "height"),
+    [
+        ("64:4:16", 128, 100, 64),
+        ("16:4:8", 48, 64, 16),
+        ("32:2:8", 96, 300, 32),
+        ("48:4:32", 96, 70, 48),  # three tiles of rows
+        ("64:1:9", 64, 33, 64),
+        ("2:4", 40, 37, 32),  # nothing is shared, and the last group is short
+        ("1:1", 1, 1, 16),
+    ],
+)
+def test_patterns_shapes_and_numbers_of_tokens(
+    pattern: str, rows: int, columns: int, height: int
+) -> None:
+    weight = sparse(rows, columns, pattern).bfloat16()
+    bias, x = normal(rows, seed=1), normal_bf16(70, columns)
+    matrix = blocks.packed(weight, height)
+    assert torch.equal(matrix.dense(), weight)
+    again = BlockMatrix.of(matrix.values, matrix.index, rows, columns)
+    whole = blocks.multiply(x, again, bias)
+    check(whole, x, weight, bias)
+    check(blocks.multiply(x, matrix), x, weight)
+    for tokens in (1, 2, 31, 32, 33):
+        assert torch.equal(blocks.multiply(x[:tokens], matrix, bias), whole[:tokens])
+    assert torch.equal(blocks.multiply(x.t().contiguous().t(), matrix, bias), whole)
+    assert blocks.multiply(x[:0], matrix).shape == (0, rows)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rows", "columns", "height"),
+    [("64:4:16", 128, 100, 64), ("16:4:8", 48, 64, 16), ("48:2:9", 96, 70, 48), ("2:4", 64, 37, 32)],
+)  # fmt: skip
+def test_the_transpose_is_scattered(
+    pattern: str, rows: int, columns: int, height: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, dz = sparse(rows, columns, pattern), normal_bf16(70, rows)
+    forward = BlockMatrix.empty(rows, columns, height)
+    backward = BlockTranspose.empty(columns, rows, height)
+    for other in (weight + 1, weight):  # what was packed before is gone
+        blocks.pack_both(other, None, forward, backward)
+    assert torch.equal(forward.dense(), weight.bfloat16())
+    assert torch.equal(forward.counts, blocks.packed(weight, height).counts)
+    whole = blocks.multiply(dz, backward)
+    check(whole, dz, weight.bfloat16().t())
+    for tokens in (1, 32, 33):
+        assert torch.equal(blocks.multiply(dz[:tokens], backward), whole[:tokens])
+    assert blocks.multiply(dz[:0], backward).shape == (0, columns)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(compiler, "CHUNK", 1)
+    assert torch.equal(blocks.multiply(dz, backward), whole)
+    dz[3, 5] = torch.inf
+    z = blocks.multiply(dz, backward)
+    kept = weight.bfloat16()[5] != 0
+    assert not z[3, kept].isfinite().any()
+    others = [t for t in range(70) if t != 3]
+    assert torch.equal(z[others], whole[others])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rows", "columns", "height"),
+    [("64:4:16", 128, 100, 64), ("16:2:8", 48, 64, 16), ("48:4:9", 96, 70, 48)],
+)
+@pytest.mark.parametrize("tokens", [0, 1, 32, 75])
+def test_gradients_in_the_columns_that_are_kept(
+    pattern: str, rows: int, columns: int, height: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = sparse(rows, columns, pattern)
+    x, y = normal_bf16(tokens, columns, seed=3), normal_bf16(tokens, rows, seed=4)
+    matrix = blocks.packed(weight, height)
+    gradient = blocks.sampled(x, y, matrix)
+    kept = torch.zeros(rows, columns)
+    for top in range(0, rows, height):
+        kept[top : top + height] = (weight[top : top + height] != 0).any(0)
+    expected = (y.double().t() @ x.double()) * kept
+    size = (y.double().abs().t() @ x.double().abs()) * kept
+    assert bool(((gradient - expected).abs() <= 1.01 * (tokens + 2) * 2**-24 * size).all())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(compiler, "CHUNK", 1)
+    assert torch.equal(blocks.sampled(x, y, matrix), gradient)
+
+
+def test_a_weight_that_is_not_finite_shows() -> None:
+    weight, x = sparse(64, 64, "64:4:16"), normal_bf16(5, 64)
+    weight[7, 0] = torch.nan  # kept beside the four columns of the block, as the masks do it
+    forward, backward = BlockMatrix.empty(64, 64, 64), BlockTranspose.empty(64, 64, 64)
+    blocks.pack_both(weight, None, forward, backward)
+    z = blocks.multiply(x, forward)
+    assert z[:, 7].isnan().all()
+    assert z[:, :7].isfinite().all()
+    assert blocks.multiply(x, backward)[:, 0].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rows", "columns"),
+    [("64:4:16", 128, 100), ("16:4:8", 48, 64), ("32:2:8", 96, 301), ("48:4:32", 48, 270), ("8:4:16", 40, 32)],
+)  # fmt: skip
+def test_int8_has_the_bits_of_products_without_blocks(
+    pattern: str, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if int8.KERNELS.obstacle():
+        pytest.skip(int8.KERNELS.obstacle())
+    weight, bias, x = sparse(rows, columns, pattern), normal(rows, seed=1), normal(70, columns)
+    x[5] *= 1e3
+    for b in (bias, None):
+        plain, layer = Int8Linear.of(weight, b), Int8BlockLinear.of(weight, b)
+        assert torch.equal(layer.dense(), plain.dense())
+        whole = plain(x)
+        for tokens in (0, 1, 31, 32, 33, 70):
+            assert torch.equal(layer(x[:tokens]), whole[:tokens])
+    assert torch.equal(layer(x.view(2, 5, 7, columns)), whole.view(2, 5, 7, rows))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(compiler, "CHUNK", 1)
+    assert torch.equal(layer(x), whole)
+    assert torch.equal(layer(x[:2]), whole[:2])
+    x[40, 3] = torch.nan
+    with pytest.raises(
+        RuntimeError, match=r"^int8 products: the activations have NaN or infinity$"
+    ):
+        layer(x)
+    with pytest.raises(ValueError, match=r"scales"):
+        layer.MATRIX.of(layer.values, layer.index, layer.scales[1:], rows, columns)
+
+
+@pytest.mark.parametrize("kernels", [blocks.KERNELS, int8.KERNELS], ids=lambda k: k.sources[-1])
+def test_compilers_that_know_amx_take_its_instructions(
+    kernels: compiler.CFunctions, way: str, tmp_path: Path
+) -> None:
+    """Those of the stand-in are functions; a compiler's may be statements."""
+    compiler_path = compiler.find_compiler()
+    built, source = tmp_path / "nm.so", tmp_path / "nm.c"
+    place = resources.files("nmrun.fast.cpu.kernels")
+    texts = [place.joinpath(f"{name}.c").read_text() for name in kernels.sources]
+    command = [compiler_path, "-march=sapphirerapids", "-shared", "-fPIC", "-O1", *kernels.flags]
+    empty = tmp_path / "empty.c"
+    empty.write_text("int nothing;")
+    if (
+        way != "tiles"
+        or subprocess.run([*command, empty, "-o", built], capture_output=True).returncode
+    ):
+        pytest.skip("once, with a compiler that knows AMX")
+    source.write_text("".join(texts))
+    done = subprocess.run([*command, source, "-o", built], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_which_way_it_is(way: str) -> None:
+    why = blocks.tiles_obstacle()
+    assert why == "" if way == "tiles" else "AMX" in why or not why
+
+
+@pytest.mark.parametrize(("threads", "tokens"), [(2, 70), (3, 5)])
+def test_threads_share_tokens_or_groups(
+    threads: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = sparse(128, 64, "32:4:8"), normal_bf16(tokens, 64)
+    matrix = blocks.packed(weight, 32)
+    alone = blocks.multiply(x, matrix)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(compiler, "CHUNK", 1)
+    assert torch.equal(blocks.multiply(x, matrix), alone)
+
+
+def test_what_is_not_finite_stays_with_its_token() -> None:
+    weight, x = sparse(64, 64, "64:4:16").bfloat16(), normal_bf16(33, 64)
+    plain = blocks.multiply(x, matrix := blocks.packed(weight, 64))
+    column = int(weight[0].nonzero()[0])
+    x[3, column], x[32, column] = torch.nan, torch.inf
+    z = blocks.multiply(x, matrix)
+    assert z[3].isnan().all()
+    assert not z[32].isfinite().any()
+    others = [t for t in range(33) if t not in (3, 32)]
+    assert torch.equal(z[others], plain[others])
+    weight[5, column] = torch.nan
+    z = blocks.multiply(x[others], blocks.packed(weight, 64))
+    assert z[:, 5].isnan().all()
+    assert torch.equal(z[:, :5], plain[others][:, :5])
+
+
+def test_tensors_that_hold_no_matrix_are_refused() -> None:
+    matrix = blocks.packed(sparse(64, 64, "64:4:16"), 64)
+    values, index = matrix.values, matrix.index
+    for wrong in (
+        (values[:0], index, 64, 64),
+        (values.float(), index, 64, 64),
+        (values, index.long(), 64, 64),
+        (values, index + 1, 64, 64),
+        (values, index - 1, 64, 64),
+        (values, index[:, :16], 64, 64),
+        (values, index, 65, 64),
+    ):
+        with pytest.raises(ValueError, match=r"index|column|tiles"):
+            BlockMatrix.of(*wrong)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "height"),
+    [("64:4:16", 64), ("128:4:16", 64), ("32:4:16", 32), ("16:4:8", 16), ("2:4", None), ("8:4:16", 16)],
+)  # fmt: skip
+def test_the_height_of_groups_is_found(pattern: str, height: int | None) -> None:
+    weight = sparse(128, 160, pattern)
+    assert blocks.height_of(weight != 0) == height
+    weight[3, 7] = 1.0  # a weight that is off makes one group wider, and no number wrong
+    if height:
+        assert torch.equal(blocks.packed(weight, height).dense(), weight.bfloat16())
