@@ -24,7 +24,7 @@ import torch
 import nmrun
 from nmrun.lab.bench.harness import hardware
 from nmrun.lab.compare.statistics import moderated, paired, summarise
-from nmrun.lab.show.formats import aligned
+from nmrun.lab.render.formats import aligned
 
 WORDS = (
     *("dataset=shakespeare", "dataset.context=64", "model=gpt_tiny", "model.width=256"),

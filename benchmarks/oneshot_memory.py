@@ -25,7 +25,7 @@ import torch
 import nmrun
 from nmrun.lab.bench.harness import hardware
 from nmrun.lab.models.texts import GPTNetwork
-from nmrun.lab.show.formats import aligned
+from nmrun.lab.render.formats import aligned
 from nmrun.oneshot import METHODS
 
 VOCABULARY, MIB = 50257, 2**20

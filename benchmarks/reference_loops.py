@@ -36,11 +36,11 @@ from torchvision.datasets import ImageFolder
 
 from nmrun.lab import models
 from nmrun.lab.bench.harness import hardware
+from nmrun.lab.config import composition, schema
 from nmrun.lab.tasks.storage import data_folder
 from nmrun.lab.train.build import build
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
-from nmrun.lab.words import composition, schema
 from nmrun.papers.translation.fairseq import fairseq
 
 SHORTEST = 2.0  # seconds of a stretch

@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nmrun.lab.show.style import COLOURS, GREY, looks, save
+from nmrun.lab.render.style import COLOURS, GREY, looks, save
 
 HERE = Path(__file__).parent / "results"
 OUT = Path(__file__).parents[1] / "docs" / "pictures" / "speed.svg"

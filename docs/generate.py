@@ -22,9 +22,9 @@ from typing import Any
 from measured import PICTURE, output, result, results, upper
 
 from nmrun import ranges
+from nmrun.lab.config import reference
+from nmrun.lab.config.reference import Key, Option
 from nmrun.lab.keys.recipe_facts import kept, of_class
-from nmrun.lab.words import reference
-from nmrun.lab.words.reference import Key, Option
 from nmrun.recipes import RECIPES
 from nmrun.registry import imported
 

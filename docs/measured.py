@@ -38,8 +38,8 @@ from nmrun.lab.compare.comparison import ALL, ALL_BUT
 from nmrun.lab.compare.notation import interval, named, scale, signed, two_digits
 from nmrun.lab.compare.notation import written as in_papers
 from nmrun.lab.compare.statistics import moderated, paired, summarise
-from nmrun.lab.show import formats
-from nmrun.lab.words.reference import ADVICE, BEGIN_WITH
+from nmrun.lab.config.reference import ADVICE, BEGIN_WITH
+from nmrun.lab.render import formats
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 
 from nmrun import recipes
 from nmrun.errors import ConfigError
+from nmrun.lab.config import composition, precheck, schema
+from nmrun.lab.config.composition import Cache, composed, composing
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.models.images import SmallConvNetwork
 from nmrun.lab.runs.locks import NAME
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.signals import Signals
 from nmrun.lab.train import runner
 from nmrun.lab.train.steps import TrainingSteps
-from nmrun.lab.words import composition, precheck, schema
-from nmrun.lab.words.composition import Cache, composed, composing
-from nmrun.lab.words.identity import run_folder
 
 RECIPES = tuple(recipes.RECIPES)
 # of each kind one: a rule, a held mask, phases, a soft threshold, scores, adapters, other products

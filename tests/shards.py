@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab import ranks
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.train import checkpoint, runner
 from nmrun.lab.train.loop import Loop
-from nmrun.lab.words.identity import run_folder
 
 OPTIONS = (
     "trainer.clip=0.5",

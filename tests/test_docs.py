@@ -18,8 +18,8 @@ from runs import mistakes
 import nmrun.lab.cli as cli
 import nmrun.lab.sweeps.jobs
 from nmrun.errors import ConfigError
-from nmrun.lab.words import command_line, experiment, launchers, rules
-from nmrun.lab.words.composition import Cache
+from nmrun.lab.config import command_line, experiment, launchers, rules
+from nmrun.lab.config.composition import Cache
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -24,10 +24,10 @@ from scipy import stats
 from verbs import verb
 
 import nmrun
+from nmrun.lab.config import experiment
+from nmrun.lab.config.identity import identity
+from nmrun.lab.config.reference import ADVICE
 from nmrun.lab.keys.config import Config
-from nmrun.lab.words import experiment
-from nmrun.lab.words.identity import identity
-from nmrun.lab.words.reference import ADVICE
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"

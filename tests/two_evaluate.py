@@ -19,13 +19,13 @@ from torch.nn import functional
 
 from nmrun.errors import RunError
 from nmrun.lab import models, ranks
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.tasks.base import Task
 from nmrun.lab.tasks.text.classification import TextClassification, Words
 from nmrun.lab.tasks.text.language import LanguageModelling
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.tasks.vision.stream import ImageFiles
 from nmrun.lab.train import runner
-from nmrun.lab.words.identity import run_folder
 from nmrun.papers.translation.data import Symbols
 from nmrun.papers.translation.sentences import Corpus
 from nmrun.papers.translation.task import Translation

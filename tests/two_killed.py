@@ -12,9 +12,9 @@ from typing import Any
 from runs import config
 
 from nmrun.lab import ranks
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.train import checkpoint, runner
 from nmrun.lab.train.steps import TrainingSteps
-from nmrun.lab.words.identity import run_folder
 
 
 def main(distributed: str, output_dir: str, last: int) -> None:

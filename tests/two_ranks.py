@@ -11,9 +11,9 @@ from runs import RECIPES, config
 from safetensors import safe_open
 
 from nmrun.lab import ranks
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.train import runner
 from nmrun.lab.train.loop import Loop
-from nmrun.lab.words.identity import run_folder
 
 OPTIONS = ("trainer.accumulate=2", "trainer.clip=1.0", "model.exclude=[stem,head]")
 SWITCH = {"step": ("recipe.switch=0.5",), "asp": ("recipe.prune_at=0.5",)}

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nmrun.lab.compare.notation import written
-from nmrun.lab.show.style import COLOURS, GREY, looks, save
+from nmrun.lab.render.style import COLOURS, GREY, looks, save
 
 DOCS = Path(__file__).parents[1]
 RECIPES = (

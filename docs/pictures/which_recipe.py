@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import nmrun
-from nmrun.lab.show.style import INK, for_dark_pages
+from nmrun.lab.render.style import INK, for_dark_pages
 
 DOCS = Path(__file__).parents[1]
 RATIOS = ("2:4", "1:4", "1:8", "1:16")

@@ -17,22 +17,22 @@ from collections.abc import Sequence
 import nmrun
 from nmrun import atomic
 from nmrun.errors import ConfigError, RunError, leads, refuse
-from nmrun.lab import output, verbs
+from nmrun.lab import arguments, output
 from nmrun.lab.signals import of_interrupt
 from nmrun.registry import find, installed
 
 VERBS = {
-    "table": "nmrun.lab.show.cli.table",
-    "plot": "nmrun.lab.show.cli.plot",
-    "report": "nmrun.lab.show.cli.report",
+    "table": "nmrun.lab.render.cli.table",
+    "plot": "nmrun.lab.render.cli.plot",
+    "report": "nmrun.lab.render.cli.report",
     "export": "nmrun.lab.export.cli.main",
     "sample": "nmrun.lab.export.predictions.sample",
     "predict": "nmrun.lab.export.predictions.predict",
     "bench": "nmrun.lab.bench.main",
     "prune": "nmrun.lab.pruning.prune.main",
     "tune": "nmrun.lab.tune.cli.main",
-    "status": "nmrun.lab.folders.status.main",
-    "compare": "nmrun.lab.folders.settings.main",
+    "status": "nmrun.lab.records.status.main",
+    "compare": "nmrun.lab.records.settings.main",
     "rerun": "nmrun.lab.api.rerun.main",
     "doctor": "nmrun.lab.bench.doctor.main",
     "help": "nmrun.lab.cli.explain",
@@ -94,8 +94,8 @@ def _main(argv: list[str]) -> int:
         print(f"nmrun {nmrun.__version__}")
         return 0
     output.waiting("checking the settings")
+    from nmrun.lab.config import command_line
     from nmrun.lab.sweeps import jobs
-    from nmrun.lab.words import command_line
 
     options = command_line.options(argv)
     if options.help:  # abbreviated
@@ -137,7 +137,7 @@ def _is_verb(word: str, following: Sequence[str] = ()) -> bool:
         value = following[1] if first == "=" and len(following) > 1 else ""
         spelt = word + first + value
         raise ConfigError(f"{word} {first}: write {spelt}, without spaces around the =")
-    from nmrun.lab.words import suggestions
+    from nmrun.lab.config import suggestions
 
     raise ConfigError(suggestions.no_verb(word, following, names))
 
@@ -152,7 +152,7 @@ def explain(argv: list[str]) -> int:
     options = _help_parser().parse_intermixed_args(argv)
     if options.topic and options.topic[0] in all_verbs():
         return _run(options.topic[0], ["--help"])
-    from nmrun.lab.words import reference
+    from nmrun.lab.config import reference
 
     if not options.topic:
         print(reference.overview(options.config_dir))
@@ -161,8 +161,10 @@ def explain(argv: list[str]) -> int:
     return 0
 
 
-def _help_parser() -> verbs.Parser:
-    parser = verbs.Parser(prog="nmrun help", description="What a word of the command line means.")
+def _help_parser() -> arguments.Parser:
+    parser = arguments.Parser(
+        prog="nmrun help", description="What a word of the command line means."
+    )
     parser.add_argument(
         "topic",
         nargs="*",

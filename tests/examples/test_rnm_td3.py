@@ -19,7 +19,7 @@ import gymnasium
 
 from examples import rnm_td3
 from nmrun.lab.compare.runs import collect
-from nmrun.lab.show import cli as report
+from nmrun.lab.render import cli as report
 
 STEPS, INTERVAL = 160, 15
 

@@ -25,9 +25,9 @@ from nmrun.fast.gpu import probe, semi_structured
 from nmrun.fast.gpu.linear import SemiStructuredProducts
 from nmrun.fast.gpu.semi_structured import MASKED
 from nmrun.fast.measurement import Choice, Times
+from nmrun.lab.config.identity import identity
 from nmrun.lab.train import build, console
 from nmrun.lab.train.flops import densities
-from nmrun.lab.words.identity import identity
 
 CALLS = itertools.count()
 

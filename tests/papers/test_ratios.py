@@ -22,7 +22,7 @@ import nmrun
 from nmrun.errors import ConfigError
 from nmrun.fast.cpu import probe
 from nmrun.fast.measurement import Times
-from nmrun.lab.words.identity import run_folder
+from nmrun.lab.config.identity import run_folder
 from nmrun.papers.ratios import search
 from nmrun.papers.ratios.propose import main
 from nmrun.papers.ratios.search import (

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.tasks.text.classification import Words
 from nmrun.lab.train import flops, runner
-from nmrun.lab.words.identity import run_folder
 from nmrun.papers.reading import data
 from nmrun.papers.reading.task import (
     LONGEST,

@@ -16,9 +16,9 @@ from runs import config
 
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.tasks.text import labelled
 from nmrun.lab.train import build, flops, runner, weights
-from nmrun.lab.words.identity import run_folder
 from nmrun.papers.text_to_text.task import NOTHING, SCORES, WORDS, TextToText, prompt
 
 transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")

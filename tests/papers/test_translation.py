@@ -23,8 +23,8 @@ from torch import nn
 
 from nmrun.errors import ConfigError
 from nmrun.lab import models, tasks
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.train.optimizers import inverse_sqrt_factor
-from nmrun.lab.words.identity import run_folder
 from nmrun.papers.translation import prepare
 from nmrun.papers.translation.data import Symbols, detokenizer
 from nmrun.papers.translation.fairseq import fairseq

@@ -26,7 +26,7 @@ import nmrun
 import nmrun.lab.sweeps.jobs  # registers the source of ratios
 from nmrun import recipes
 from nmrun.errors import ConfigError
-from nmrun.lab.words import command_line
+from nmrun.lab.config import command_line
 from nmrun.recipes.base import Recipe
 
 PAGE = Path(__file__).parents[2] / "docs/own-recipe.md"
@@ -185,8 +185,8 @@ def test_a_mistake_gets_a_line(module, monkeypatch, words, message):
     from hydra import compose, initialize_config_module
 
     from nmrun.errors import ConfigError
+    from nmrun.lab.config import schema
     from nmrun.lab.train import build
-    from nmrun.lab.words import schema
 
     words = command_line.own_recipe(["recipe._target_=saliency.Saliency", "track=local", *words])
     problems = mistakes(words)

@@ -10,9 +10,9 @@ from hydra import compose, initialize_config_module
 from torch import nn
 
 import nmrun
+from nmrun.lab.config import composition, schema
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.train import runner
-from nmrun.lab.words import composition, schema
-from nmrun.lab.words.identity import run_folder
 
 STEPS, FACTOR = 10, 4.0
 

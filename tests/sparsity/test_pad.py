@@ -17,9 +17,9 @@ from training import OPTIONS, SPARSE, TOTAL, Conv1D
 import nmrun
 from nmrun.kernels import compiler as c_library
 from nmrun.kernels import cpu
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.train import build, console
 from nmrun.lab.train.flops import Flops, LayerFlops, Products
-from nmrun.lab.words.identity import run_folder
 from nmrun.patterns import Pattern
 from nmrun.sparsity import (
     check_nm,

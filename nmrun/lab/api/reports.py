@@ -10,11 +10,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from nmrun.errors import ConfigError
+from nmrun.lab.arguments import files_of_the_command
 from nmrun.lab.compare.comparison import Query, compare, keys, lines
 from nmrun.lab.compare.runs import filtered, read_runs, summary, typed
-from nmrun.lab.show import plots
-from nmrun.lab.show.style import Layout
-from nmrun.lab.verbs import files_of_the_command
+from nmrun.lab.render import plots
+from nmrun.lab.render.style import Layout
 from nmrun.registry import choose
 
 Paths = str | Path | Sequence[str | Path]

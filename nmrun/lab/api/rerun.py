@@ -12,15 +12,15 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from nmrun.errors import ConfigError, RunError, raise_all, refused, tell
+from nmrun.lab.arguments import Parser
+from nmrun.lab.config import command_line
+from nmrun.lab.config.composition import config_of
+from nmrun.lab.config.identity import OF_COMMAND, identity
 from nmrun.lab.consent import confirmed
-from nmrun.lab.folders import settings, status
 from nmrun.lab.keys import options as options_of
 from nmrun.lab.keys.ranges import START
+from nmrun.lab.records import settings, status
 from nmrun.lab.runs.run_folder import CONFIG, RESULT, RunFolder
-from nmrun.lab.verbs import Parser
-from nmrun.lab.words import command_line
-from nmrun.lab.words.composition import config_of
-from nmrun.lab.words.identity import OF_COMMAND, identity
 from nmrun.oneshot import METHODS
 from nmrun.patterns import RATIO_KEYS
 from nmrun.ranges import WEIGHTS, value_text

@@ -21,14 +21,14 @@ from nmrun import recipes
 from nmrun.errors import ConfigError, RunError, refused
 from nmrun.lab import consent
 from nmrun.lab.compare.runs import collect, summary
-from nmrun.lab.folders import sweep as record
-from nmrun.lab.folders.sweep import recorded
+from nmrun.lab.config import command_line, experiment, launchers
 from nmrun.lab.keys import fields, options
+from nmrun.lab.records import sweep as record
+from nmrun.lab.records.sweep import recorded
 from nmrun.lab.runs.run_folder import METRICS, RunFolder, metrics_of
 from nmrun.lab.sweeps import jobs
 from nmrun.lab.train import checkpoint
 from nmrun.lab.train.track import MLFLOW_WAITS
-from nmrun.lab.words import command_line, experiment, launchers
 from nmrun.patterns import written
 from nmrun.recipes.base import Recipe
 
@@ -211,7 +211,7 @@ class Result:
         return "\n".join(["nmrun.Result", *(f"  {name:{width}}  {value}" for name, value in lines)])
 
     def _repr_html_(self) -> str:
-        from nmrun.lab.show.formats import Grid, html_table
+        from nmrun.lab.render.formats import Grid, html_table
 
         lines = [([name], [(value, False)]) for name, value in self._lines()]
         return html_table(Grid(["nmrun.Result"], 1, ["", ""], lines))

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from nmrun.errors import extra
+from nmrun.lab.arguments import Parser
 from nmrun.lab.output import quantity
-from nmrun.lab.verbs import Parser
 from nmrun.registry import version_of
 
 # inputs and outputs of the layers in the speed table

@@ -25,7 +25,7 @@ from nmrun.errors import ConfigError, RunError, first_line
 from nmrun.fast.gpu.kernels.cusparselt import loaded_cusparselt
 from nmrun.kernels.compiler import cpuinfo
 from nmrun.lab.output import quantity
-from nmrun.lab.show.formats import aligned
+from nmrun.lab.render.formats import aligned
 
 # bytes that are written between two measurements on a GPU: more than any L2, and time for the host
 # to get ahead

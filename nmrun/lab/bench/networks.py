@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nmrun.lab.config.composition import config_of
 from nmrun.lab.keys.config import Config
-from nmrun.lab.words.composition import config_of
 
 if TYPE_CHECKING:  # a mistake in the options is answered without torch
     import torch

@@ -23,7 +23,7 @@ from nmrun.lab.bench import harness
 from nmrun.lab.bench.harness import WARM_UP, Benchmark, Call, Case, Row
 from nmrun.lab.bench.networks import NETWORKS, composed, random_text
 from nmrun.lab.keys.config import Config
-from nmrun.lab.show.formats import aligned
+from nmrun.lab.render.formats import aligned
 from nmrun.lab.train.build import autocast, build, prepare
 from nmrun.lab.train.steps import TrainingSteps
 from nmrun.patterns import Pattern

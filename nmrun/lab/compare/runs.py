@@ -18,6 +18,8 @@ import pandas as pd
 from nmrun.errors import ConfigError, RunError, neutral, tell
 from nmrun.lab.compare.conditions import Condition, same
 from nmrun.lab.compare.notation import label
+from nmrun.lab.config import sources
+from nmrun.lab.config.identity import GROUPS, OF_COMMAND
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import SOURCE, flatten
 from nmrun.lab.runs import documents
@@ -31,8 +33,6 @@ from nmrun.lab.runs.run_folder import (
     walk,
     weights_in,
 )
-from nmrun.lab.words import sources
-from nmrun.lab.words.identity import GROUPS, OF_COMMAND
 from nmrun.patterns import RATIO_KEYS, Pattern, PatternError, written
 from nmrun.registry import did_you_mean, no_such
 

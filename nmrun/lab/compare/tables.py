@@ -33,8 +33,8 @@ from nmrun.lab.compare.statistics import (
     grain,
     summarise,
 )
+from nmrun.lab.config.identity import IRRELEVANT, SETTINGS
 from nmrun.lab.output import quantity
-from nmrun.lab.words.identity import IRRELEVANT, SETTINGS
 from nmrun.oneshot import METHODS
 from nmrun.registry import no_such
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from nmrun import atomic
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import consent
+from nmrun.lab.arguments import Parser
 from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import RESULT, RunFolder
-from nmrun.lab.verbs import Parser
 from nmrun.registry import find
 
 if TYPE_CHECKING:

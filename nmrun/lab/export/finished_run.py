@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.lab import consent, models, tasks
+from nmrun.lab.config import schema
 from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder, activations_of
 from nmrun.lab.tasks.base import Task
-from nmrun.lab.words import schema
 from nmrun.oneshot import METHODS
 from nmrun.patterns import Pattern, hold
 from nmrun.sparsity.check import check_nm

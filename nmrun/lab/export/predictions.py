@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError, RunError, refused
 from nmrun.lab import consent
+from nmrun.lab.arguments import Parser, files_of_the_command, in_range
 from nmrun.lab.runs.run_folder import RESULT, RunFolder
-from nmrun.lab.verbs import Parser, files_of_the_command, in_range
 from nmrun.ranges import number, whole
 
 if TYPE_CHECKING:

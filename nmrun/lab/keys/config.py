@@ -13,7 +13,7 @@ from nmrun.lab.keys.groups import Optimizer, RecipeKeys, Schedule, Sparsity, Tra
 from nmrun.lab.keys.models import Model, OwnModel
 from nmrun.patterns import Pattern
 
-# in a group with something of the user's own, the hash of its source (nmrun.lab.words.sources)
+# in a group with something of the user's own, the hash of its source (nmrun.lab.config.sources)
 SOURCE = "_source_"
 
 

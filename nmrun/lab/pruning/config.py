@@ -15,12 +15,12 @@ from omegaconf import DictConfig, OmegaConf
 from nmrun import oneshot
 from nmrun.errors import ConfigError, raise_all
 from nmrun.lab import consent
+from nmrun.lab.config import command_line, composition, precheck, rules, schema, suggestions
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config, flatten
 from nmrun.lab.keys.groups import Run, ratio
 from nmrun.lab.keys.models import OwnModel, Timm
 from nmrun.lab.runs.run_folder import RunFolder
-from nmrun.lab.words import command_line, composition, precheck, rules, schema, suggestions
 from nmrun.patterns import Pattern, PatternError
 from nmrun.ranges import check_values, whole
 

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from nmrun import oneshot
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab import consent, output, verbs
+from nmrun.lab import arguments, consent, output
+from nmrun.lab.config import sources
+from nmrun.lab.config.identity import changed, identity, run_folder, title
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import (
@@ -26,8 +28,6 @@ from nmrun.lab.runs.run_folder import (
     make_folder,
     remove_empty,
 )
-from nmrun.lab.words import sources
-from nmrun.lab.words.identity import changed, identity, run_folder, title
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = verbs.Parser(
+    parser = arguments.Parser(
         prog="nmrun prune",
         description="Prune a trained network in one shot, and evaluate it before and after.",
     )

@@ -27,14 +27,7 @@ from omegaconf import DictConfig
 
 from nmrun.errors import ConfigError, RunError, first_line, leads, refuse, tell
 from nmrun.lab import output
-from nmrun.lab.folders import sweep
-from nmrun.lab.folders.sweep import recorded
-from nmrun.lab.keys.config import Config
-from nmrun.lab.runs import locks
-from nmrun.lab.runs.run_folder import RunFolder, make_folder
-from nmrun.lab.sweeps import workers
-from nmrun.lab.sweeps.workers import JobLines
-from nmrun.lab.words import (
+from nmrun.lab.config import (
     command_line,
     composition,
     experiment,
@@ -42,9 +35,16 @@ from nmrun.lab.words import (
     precheck,
     schema,
 )
-from nmrun.lab.words.composition import plain_errors, without_others_configs
-from nmrun.lab.words.identity import changed, run_folder, title
-from nmrun.lab.words.precheck import Command, Job
+from nmrun.lab.config.composition import plain_errors, without_others_configs
+from nmrun.lab.config.identity import changed, run_folder, title
+from nmrun.lab.config.precheck import Command, Job
+from nmrun.lab.keys.config import Config
+from nmrun.lab.records import sweep
+from nmrun.lab.records.sweep import recorded
+from nmrun.lab.runs import locks
+from nmrun.lab.runs.run_folder import RunFolder, make_folder
+from nmrun.lab.sweeps import workers
+from nmrun.lab.sweeps.workers import JobLines
 
 composition.register()
 

@@ -19,8 +19,8 @@ from hydra_plugins.hydra_submitit_launcher.submitit_launcher import SlurmLaunche
 from submitit.core.utils import FailedJobError
 
 from nmrun.errors import RunError, first_line
-from nmrun.lab.folders import queue, sweep
 from nmrun.lab.output import quantity
+from nmrun.lab.records import queue, sweep
 
 MOST = 1000  # jobs of an array; Slurm's own limit is 1,001
 PAUSE = 1.0  # seconds between two looks at the record

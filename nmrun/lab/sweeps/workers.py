@@ -21,8 +21,8 @@ from typing import Any
 
 from nmrun.errors import tell
 from nmrun.lab.compare import notation
-from nmrun.lab.folders import sweep
 from nmrun.lab.output import span
+from nmrun.lab.records import sweep
 from nmrun.lab.signals import ECHO, ENDING, ends_with, heeded, is_ending
 
 SWEEPER = "NMRUN_SWEEPER"  # tells job processes which process launched the sweep

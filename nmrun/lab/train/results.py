@@ -22,6 +22,7 @@ from nmrun.errors import RunError
 from nmrun.kernels.compiler import cpuinfo
 from nmrun.lab import ranks
 from nmrun.lab.compare.notation import by_split
+from nmrun.lab.config import sources
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import BEST, DENSE, FINAL, PREVIOUS, RunFolder, metrics_of
@@ -29,7 +30,6 @@ from nmrun.lab.tasks.base import Task
 from nmrun.lab.train import checkpoint
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
-from nmrun.lab.words import sources
 from nmrun.patterns import hold
 from nmrun.registry import version_of
 

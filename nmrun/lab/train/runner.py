@@ -16,6 +16,8 @@ from safetensors import SafetensorError
 from nmrun import atomic
 from nmrun.errors import ConfigError, RunError, first_line, tell
 from nmrun.lab import ranks
+from nmrun.lab.config import sources
+from nmrun.lab.config.identity import changed, identity, title
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import locks
@@ -35,8 +37,6 @@ from nmrun.lab.train.build import Parts
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.train.track import Tracker
-from nmrun.lab.words import sources
-from nmrun.lab.words.identity import changed, identity, title
 from nmrun.recipes.base import Event
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nmrun.errors import ConfigError
+from nmrun.lab.arguments import Parser, files_of_the_command, in_range
 from nmrun.lab.output import quantity
-from nmrun.lab.verbs import Parser, files_of_the_command, in_range
 from nmrun.ranges import whole
 
 FOLDER = ".tune"  # in the output folder; the runs of the trials are below it
@@ -50,9 +50,9 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(argv)
     if "=" in options.name or "/" in options.name or options.name.startswith("."):
         raise ConfigError(f"{options.name}: the first word is a name for the comparison")
+    from nmrun.lab.config import command_line
     from nmrun.lab.sweeps import jobs
     from nmrun.lab.tune import plan
-    from nmrun.lab.words import command_line
 
     space = plan.read_space(options.over)
     words = command_line.options(list(options.words)).overrides

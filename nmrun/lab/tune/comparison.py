@@ -29,19 +29,19 @@ from nmrun.lab.compare.comparison import Comparison
 from nmrun.lab.compare.notation import label
 from nmrun.lab.compare.runs import row, to_csv, usual_metric
 from nmrun.lab.compare.tables import build
+from nmrun.lab.config import command_line
+from nmrun.lab.config.composition import Cache, config_of
+from nmrun.lab.config.identity import identity, run_folder
 from nmrun.lab.keys.config import Config, flatten
 from nmrun.lab.output import span
+from nmrun.lab.render import formats
+from nmrun.lab.render.formats import aligned
 from nmrun.lab.runs import documents, locks
 from nmrun.lab.runs.run_folder import RunFolder
-from nmrun.lab.show import formats
-from nmrun.lab.show.formats import aligned
 from nmrun.lab.sweeps import jobs
 from nmrun.lab.tune import plan
 from nmrun.lab.tune.plan import TuningCell, total
 from nmrun.lab.tune.study import ENDED, RUNS, SEED, TRIALS, Study, Trial, ended, of_result
-from nmrun.lab.words import command_line
-from nmrun.lab.words.composition import Cache, config_of
-from nmrun.lab.words.identity import identity, run_folder
 from nmrun.ranges import Search
 
 DEFINITION = "study.json"

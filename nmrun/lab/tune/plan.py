@@ -17,15 +17,15 @@ from typing import Any
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep
 
 from nmrun.errors import ConfigError, raise_all, refused
+from nmrun.lab.config import command_line
+from nmrun.lab.config.composition import Cache, config_of
+from nmrun.lab.config.identity import identity
+from nmrun.lab.config.precheck import Job
 from nmrun.lab.keys.config import Config, flatten
 from nmrun.lab.keys.fields import Field
 from nmrun.lab.keys.recipe_facts import recipe_facts
 from nmrun.lab.output import quantity
 from nmrun.lab.tune.study import AGAIN, FINALISTS, SEED
-from nmrun.lab.words import command_line
-from nmrun.lab.words.composition import Cache, config_of
-from nmrun.lab.words.identity import identity
-from nmrun.lab.words.precheck import Job
 from nmrun.ranges import Search, among, between, log
 from nmrun.recipes import RECIPES
 

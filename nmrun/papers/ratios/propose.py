@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError, refused
 from nmrun.lab import consent
+from nmrun.lab.arguments import Parser, in_range
 from nmrun.lab.keys.config import flatten
 from nmrun.lab.runs.run_folder import FINAL, RunFolder
-from nmrun.lab.verbs import Parser, in_range
 from nmrun.patterns import Pattern
 from nmrun.ranges import Check, number
 
@@ -78,7 +78,7 @@ def _proposal_lines(run: RunFolder, budget: float, m: int, cost: str) -> list[st
     from safetensors.torch import load_file
 
     from nmrun.lab import models, tasks
-    from nmrun.lab.words import command_line, schema
+    from nmrun.lab.config import command_line, schema
     from nmrun.papers.ratios import search
     from nmrun.sparsity.select import select
 
@@ -141,7 +141,7 @@ def _sparsity_word(ratio: Pattern) -> str:
 
 def _config_dir(run: RunFolder) -> str | None:
     """The folder of more configs that the run's command names, if it is known."""
-    from nmrun.lab.words import command_line
+    from nmrun.lab.config import command_line
 
     words = shlex.split(run.command or "nmrun")[1:]
     return command_line.options(words).config_dir
@@ -149,8 +149,8 @@ def _config_dir(run: RunFolder) -> str | None:
 
 def _composed(words: Sequence[str], config_dir: str | None) -> Config:
     """The config of these words. ConfigError where the user's own data set or model is not found."""
-    from nmrun.lab.words import command_line
-    from nmrun.lab.words.composition import config_of
+    from nmrun.lab.config import command_line
+    from nmrun.lab.config.composition import config_of
 
     with refused("its settings cannot be given in a command: ", ConfigError):
         return config_of(command_line.own_recipe(list(words), config_dir), config_dir)
@@ -159,7 +159,7 @@ def _composed(words: Sequence[str], config_dir: str | None) -> Config:
 def _settings(config: Config, config_dir: str | None) -> list[str]:
     """The overrides that give a new run this one's data, model, optimizer, schedule, trainer and
     seed, and its recipe; in the place of the dense one STEP, or SR-STE for want of Adam."""
-    from nmrun.lab.words import command_line
+    from nmrun.lab.config import command_line
 
     plain = dict(config.plain)
     if plain["recipe"]["name"] == "dense":

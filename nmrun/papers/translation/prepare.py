@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from nmrun.errors import ConfigError, needs
+from nmrun.lab.arguments import Parser
 from nmrun.lab.tasks.storage import data_folder
-from nmrun.lab.verbs import Parser
 from nmrun.papers.translation.fairseq import fairseq
 
 Files = dict[str, tuple[Path, Path]]

@@ -21,9 +21,9 @@ from nmrun.fast.cpu import activations, probe
 from nmrun.fast.cpu.activations import NAME, ActivationShape, pack_activations
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.measurement import Choice, Times
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.train import build, console, runner
 from nmrun.lab.train.loop import Loop
-from nmrun.lab.words.identity import run_folder
 from nmrun.patterns import Pattern
 from nmrun.step.activations import SquaredReLU
 

@@ -16,7 +16,7 @@ import nmrun
 from nmrun import recipes
 from nmrun.errors import ConfigError
 from nmrun.lab.api import runs
-from nmrun.lab.words import sources
+from nmrun.lab.config import sources
 
 RECIPE = """from dataclasses import dataclass
 from nmrun.recipes.step import STEP

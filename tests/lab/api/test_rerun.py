@@ -17,9 +17,9 @@ from verbs import verb
 from nmrun.errors import RunError
 from nmrun.lab.api.runs import Result
 from nmrun.lab.compare.runs import collect, to_csv
+from nmrun.lab.config.composition import config_of
+from nmrun.lab.config.identity import identity
 from nmrun.lab.runs.run_folder import sealed
-from nmrun.lab.words.composition import config_of
-from nmrun.lab.words.identity import identity
 
 MODULE = """
 from pathlib import Path

@@ -27,8 +27,8 @@ from verbs import python, verb
 import nmrun
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.api import runs
-from nmrun.lab.folders import sweep
-from nmrun.lab.words import command_line
+from nmrun.lab.config import command_line
+from nmrun.lab.records import sweep
 
 SHORT = [*TINY, "trainer.epochs=2"]
 

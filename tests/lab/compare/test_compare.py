@@ -11,7 +11,7 @@ import pytest
 from nmrun.errors import ConfigError
 from nmrun.lab.compare.comparison import Query, compare, divide
 from nmrun.lab.compare.runs import read_runs
-from nmrun.lab.show.formats import render
+from nmrun.lab.render.formats import render
 
 STE, DENSE = [0.90, 0.92, 0.94], [0.95, 0.96, 1.00]
 QUERY = Query(baseline="dense")

@@ -9,8 +9,8 @@ from test_tables import cells
 
 from nmrun.lab.compare.runs import collect
 from nmrun.lab.compare.tables import build
-from nmrun.lab.show import plots
-from nmrun.lab.show.curves import History
+from nmrun.lab.render import plots
+from nmrun.lab.render.curves import History
 
 COLUMNS = ("--cols", "optimizer,sparsity")
 DENSE = {"adam": [0.90, 0.91, 0.93], "sgd": [0.70, 0.75, 0.78]}

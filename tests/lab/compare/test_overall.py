@@ -28,8 +28,8 @@ from nmrun.lab.compare.comparison import Comparison
 from nmrun.lab.compare.differences import against
 from nmrun.lab.compare.statistics import summarise
 from nmrun.lab.compare.tables import Table, build
-from nmrun.lab.show import formats, plots
-from nmrun.lab.show.style import INK, Layout
+from nmrun.lab.render import formats, plots
+from nmrun.lab.render.style import INK, Layout
 
 Values = dict[str, dict[str, list[float]]]  # by ratio and recipe, one a seed
 

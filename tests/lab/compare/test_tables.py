@@ -20,8 +20,8 @@ from verbs import verb
 
 from nmrun.lab.compare.runs import collect, to_csv
 from nmrun.lab.compare.statistics import summarise
-from nmrun.lab.show import cli
-from nmrun.lab.words import composition
+from nmrun.lab.config import composition
+from nmrun.lab.render import cli
 
 
 def cells(markdown: str) -> dict[str, dict[str, str]]:
@@ -701,7 +701,7 @@ def test_a_file_on_a_full_disk(verb_, name, write, tmp_path, small_disk, capsys)
 
 
 def test_the_command_line_of_tables_imports_no_pandas():
-    code = "import sys; from nmrun.lab.show import cli; sys.exit('pandas' in sys.modules)"
+    code = "import sys; from nmrun.lab.render import cli; sys.exit('pandas' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -28,11 +28,11 @@ import nmrun
 from nmrun.errors import RunError
 from nmrun.fast import packed
 from nmrun.lab import models, tasks
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.export import cli
 from nmrun.lab.export import packed as export_packed
 from nmrun.lab.tasks.vision.images import load_digits
 from nmrun.lab.train import runner
-from nmrun.lab.words.identity import run_folder
 from nmrun.patterns import Pattern
 from nmrun.sparsity import nm_mask
 

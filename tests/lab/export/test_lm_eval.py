@@ -13,9 +13,9 @@ import pytest
 import runs
 import torch
 
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.export import cli
 from nmrun.lab.train.runner import run
-from nmrun.lab.words.identity import run_folder
 
 transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
 pytest.importorskip("lm_eval", reason="needs nmrun[lmeval]")

@@ -17,12 +17,12 @@ from verbs import verb
 
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.export import finished_run, predictions
 from nmrun.lab.tasks.text import corpus
 from nmrun.lab.tasks.text.classification import TextClassification
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import runner
-from nmrun.lab.words.identity import run_folder
 
 TEXT = "the quick brown fox\njumps over the lazy dog\n" * 40
 

@@ -14,10 +14,10 @@ from torch import nn
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.models import texts
 from nmrun.lab.models.texts import GPTNetwork
 from nmrun.lab.train import flops, runner, weights
-from nmrun.lab.words.identity import run_folder
 from nmrun.papers.reading import task
 
 SIZE: dict[str, Any] = {

@@ -19,12 +19,12 @@ from verbs import verb
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab import models, tasks
+from nmrun.lab.config.identity import identity
 from nmrun.lab.export import finished_run
 from nmrun.lab.pruning.config import read_config
 from nmrun.lab.pruning.prune import calibration
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.train import runner
-from nmrun.lab.words.identity import identity
 from nmrun.sparsity import check_nm
 
 LANGUAGE = (

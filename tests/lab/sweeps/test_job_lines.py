@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from nmrun.lab import output
-from nmrun.lab.folders import sweep
+from nmrun.lab.records import sweep
 from nmrun.lab.sweeps import workers
 from nmrun.lab.sweeps.workers import JobLines
 

@@ -18,9 +18,9 @@ from lazily import needs
 from slurm import cluster
 
 from nmrun.errors import ConfigError
-from nmrun.lab.folders import queue, status, sweep
+from nmrun.lab.config import command_line, composition
+from nmrun.lab.records import queue, status, sweep
 from nmrun.lab.sweeps import jobs
-from nmrun.lab.words import command_line, composition
 
 WORDS = ("recipe=sr_ste", "track=local", "model.channels=[8,8,8]", "trainer.batch_size=16")
 

@@ -30,13 +30,13 @@ from runs import TINY, at_work, config, finished, mistakes, result_of
 
 from nmrun.errors import ConfigError
 from nmrun.lab import cli, output
-from nmrun.lab.folders import sweep
+from nmrun.lab.config import command_line, experiment, hydra_internals
+from nmrun.lab.config.identity import run_folder
+from nmrun.lab.records import sweep
 from nmrun.lab.runs import locks
 from nmrun.lab.sweeps import jobs, sweeper
 from nmrun.lab.sweeps.sweeper import NMSweeper
 from nmrun.lab.train import checkpoint
-from nmrun.lab.words import command_line, experiment, hydra_internals
-from nmrun.lab.words.identity import run_folder
 
 NOW = 1_000_000.0
 

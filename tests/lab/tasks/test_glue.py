@@ -20,10 +20,10 @@ from runs import config, cut_off, resumed
 
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.tasks.text import labelled
 from nmrun.lab.tasks.text.classification import TextClassification
 from nmrun.lab.train import runner
-from nmrun.lab.words.identity import run_folder
 
 METRICS = {"cola": "matthews", "mrpc": "f1", "qqp": "f1", "stsb": "spearman"}
 

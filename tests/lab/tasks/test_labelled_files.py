@@ -16,9 +16,9 @@ from sklearn.metrics import balanced_accuracy_score
 
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.tasks.text.classification import TextClassification, scores
 from nmrun.lab.train import runner
-from nmrun.lab.words.identity import run_folder
 
 datasets = pytest.importorskip("datasets", reason="needs nmrun[texts]")
 ROWS = [(f"a {word} film, number {n}", word) for n in range(20) for word in ("good", "bad", "dull")]

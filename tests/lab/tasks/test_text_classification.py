@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import nmrun
 from nmrun.errors import ConfigError
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.models.texts import TextEncoderNetwork
 from nmrun.lab.tasks.text import labelled
 from nmrun.lab.tasks.text.classification import TextClassification, Words, scores
 from nmrun.lab.train import runner
-from nmrun.lab.words.identity import run_folder
 
 TEXTS = [
     ("a",),

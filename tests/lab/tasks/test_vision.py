@@ -34,12 +34,12 @@ from torchvision.transforms import RandomResizedCrop
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import tasks
+from nmrun.lab.config.identity import identity, run_folder
 from nmrun.lab.tasks.base import generator
 from nmrun.lab.tasks.vision import images
 from nmrun.lab.tasks.vision.stream import ImageFiles, ImageStream
 from nmrun.lab.train import build, checkpoint, console, runner
 from nmrun.lab.train.steps import TrainingSteps
-from nmrun.lab.words.identity import identity, run_folder
 
 CPU = torch.device("cpu")
 UNPACKS = pytest.mark.skipif(

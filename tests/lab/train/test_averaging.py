@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import nmrun
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.train.weights import Average
-from nmrun.lab.words.identity import run_folder
 from nmrun.sparsity import nm_mask
 
 STEPS_AN_EPOCH, EPOCHS, LAST = 3, 4, 2

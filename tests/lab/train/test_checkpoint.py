@@ -16,8 +16,8 @@ import torch
 from runs import config, cut_off, finished
 
 from nmrun.lab import ranks
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.train import checkpoint, runner
-from nmrun.lab.words.identity import run_folder
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from runs import config, cut_off, result_of, rows
 from verbs import verb
 
 from nmrun.errors import ConfigError, RunError
+from nmrun.lab.config.identity import run_folder
+from nmrun.lab.config.schema import Config
 from nmrun.lab.runs.run_folder import RESULT, SEALED
 from nmrun.lab.train import runner
-from nmrun.lab.words.identity import run_folder
-from nmrun.lab.words.schema import Config
 
 
 class Planted:

@@ -13,11 +13,11 @@ from runs import config, rows
 from terminal import Terminal
 
 from nmrun.lab import tasks
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.tasks.base import evaluating
 from nmrun.lab.train import console, runner
 from nmrun.lab.train import console as console_of
 from nmrun.lab.train.console import Console, Status
-from nmrun.lab.words.identity import run_folder
 
 FACTS = [
     ("train loss", "1.7971"),

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.lab.api.runs import Result
+from nmrun.lab.config.identity import identity, run_folder
+from nmrun.lab.config.schema import Config
 from nmrun.lab.models.images import SmallConvNetwork
 from nmrun.lab.tasks.base import Categorical, Task
 from nmrun.lab.train import build
 from nmrun.lab.train.distillation import Distilled, divergence, loss_of
 from nmrun.lab.train.steps import TrainingSteps
-from nmrun.lab.words.identity import identity, run_folder
-from nmrun.lab.words.schema import Config
 
 
 def by_hand(logits: Tensor, taught: Tensor, temperature: float) -> float:

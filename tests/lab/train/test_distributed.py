@@ -19,8 +19,8 @@ from runs import RECIPES, TINY, config, result_of, rows
 from safetensors.torch import load_file
 
 import nmrun
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.train import checkpoint
-from nmrun.lab.words.identity import run_folder
 
 pytestmark = pytest.mark.slow
 

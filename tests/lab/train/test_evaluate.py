@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
+from nmrun.lab.config.identity import identity
+from nmrun.lab.config.rules import refusals
 from nmrun.lab.signals import Signals
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import weights
@@ -19,8 +21,6 @@ from nmrun.lab.train.build import build
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.train.runner import run
-from nmrun.lab.words.identity import identity
-from nmrun.lab.words.rules import refusals
 
 LONG = ("recipe=sr_ste", "recipe.decay=0.1", "optimizer.lr=0.02", "trainer.evaluate=both")
 

@@ -18,11 +18,11 @@ import torch
 from runs import TINY, config, finished
 
 from nmrun.fast.cpu.kernels import products
-from nmrun.lab.folders import sweep
+from nmrun.lab.config.identity import run_folder
+from nmrun.lab.records import sweep
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import checkpoint, runner
 from nmrun.lab.train.steps import TrainingSteps
-from nmrun.lab.words.identity import run_folder
 
 
 def same(one: Any, other: Any) -> bool:

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 import nmrun
 from nmrun.errors import ConfigError
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.tasks.base import Batch
 from nmrun.lab.train import build, flops, runner
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.flops import Densities, densities, hardware_density, weight_density
 from nmrun.lab.train.loop import Loop
-from nmrun.lab.words.identity import run_folder
 from nmrun.patterns import Pattern
 from nmrun.recipes import RECIPES
 from nmrun.step.activations import SquaredReLU

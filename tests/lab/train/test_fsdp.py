@@ -16,8 +16,8 @@ from runs import config, result_of, rows
 from safetensors.torch import load_file
 
 from nmrun.errors import ConfigError
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.train.build import build
-from nmrun.lab.words.identity import run_folder
 from nmrun.sparsity import check_nm
 
 pytestmark = pytest.mark.slow

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import models
+from nmrun.lab.config.identity import run_folder
+from nmrun.lab.config.schema import Config
 from nmrun.lab.signals import Signals
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import build, checkpoint, runner, steps
@@ -23,8 +25,6 @@ from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.train.optimizers import schedule_factor
 from nmrun.lab.train.steps import TrainingSteps
-from nmrun.lab.words.identity import run_folder
-from nmrun.lab.words.schema import Config
 from nmrun.sparsity import nm_mask
 
 

@@ -11,9 +11,9 @@ from runs import config, cut_off, finished, result_of
 from torch import nn
 
 from nmrun.kernels import compiler
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.train import build
 from nmrun.lab.train.steps import TrainingSteps
-from nmrun.lab.words.identity import run_folder
 
 CPU = torch.device("cpu")
 

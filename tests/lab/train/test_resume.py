@@ -34,12 +34,12 @@ from runs import (
 )
 
 from nmrun.lab import models, signals
+from nmrun.lab.config.identity import run_folder
+from nmrun.lab.config.schema import Config
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import checkpoint, results, runner, steps
 from nmrun.lab.train.loop import Evaluation
 from nmrun.lab.train.steps import TrainingSteps
-from nmrun.lab.words.identity import run_folder
-from nmrun.lab.words.schema import Config
 
 # 12 steps, checkpoints after 3, 6, 9 and 12; STEP switches and ASP prunes after step 7
 SWITCH = {

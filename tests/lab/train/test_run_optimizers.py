@@ -15,10 +15,10 @@ from torchvision.models.swin_transformer import SwinTransformerBlockV2
 
 from nmrun.errors import ConfigError
 from nmrun.lab import models
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.train import runner
 from nmrun.lab.train.optimizers import is_matrix, optimizer_of, schedule_factor, scheduled
 from nmrun.lab.train.steps import TrainingSteps
-from nmrun.lab.words.identity import run_folder
 
 GPT = {"vocabulary": 20, "context": 8}
 IMAGES = {"shape": (1, 8, 8), "classes": 10}

@@ -21,6 +21,8 @@ from nmrun import sparsify
 from nmrun.errors import ConfigError
 from nmrun.kernels import compiler
 from nmrun.lab import models
+from nmrun.lab.config.identity import identity, run_folder, title
+from nmrun.lab.config.schema import Config
 from nmrun.lab.models.images import SmallConvNetwork
 from nmrun.lab.runs.locks import NAME
 from nmrun.lab.runs.run_folder import RunFolder, sealed
@@ -30,8 +32,6 @@ from nmrun.lab.train import build, console, results, runner
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.train.steps import TrainingSteps
-from nmrun.lab.words.identity import identity, run_folder, title
-from nmrun.lab.words.schema import Config
 from nmrun.recipes.asp import ASP
 from nmrun.sparsity import check_nm
 

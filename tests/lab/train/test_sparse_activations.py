@@ -9,9 +9,9 @@ import pytest
 from runs import config, finished, resumed, rows
 
 from nmrun.errors import ConfigError
+from nmrun.lab.config.identity import identity, run_folder
+from nmrun.lab.config.schema import Config
 from nmrun.lab.train import build, runner
-from nmrun.lab.words.identity import identity, run_folder
-from nmrun.lab.words.schema import Config
 from nmrun.step import activations as mathematics
 
 GPT = (

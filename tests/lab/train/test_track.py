@@ -22,9 +22,9 @@ import pytest
 import wandb
 from runs import config, finished, rows
 
+from nmrun.lab.config.identity import identity, run_folder
 from nmrun.lab.train import runner, track
 from nmrun.lab.train.track import Tracker
-from nmrun.lab.words.identity import identity, run_folder
 
 KNOWN: dict[str, Any] = {
     "dataset": {"name": "digits"},

@@ -10,12 +10,12 @@ import pytest
 from runs import config, finished, stopped
 
 from nmrun.errors import ConfigError
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.train import runner, trials
 from nmrun.lab.train.build import build
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Evaluation, Loop
 from nmrun.lab.train.steps import TrainingSteps
-from nmrun.lab.words.identity import run_folder
 
 BUDGET = "trainer.budget=seconds:2"
 DENSE, SPARSE, EVALUATION, FIRST = 0.01, 0.03, 5.0, 9.0

@@ -9,9 +9,9 @@ import pytest
 from runs import config, result_of, rewrite
 from verbs import verb
 
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.sweeps import jobs
 from nmrun.lab.train import runner
-from nmrun.lab.words.identity import run_folder
 
 NETWORK = ("model=mlp", "model.hidden=[16,16]", "trainer.limit_batches=1", "trainer.epochs=1")
 

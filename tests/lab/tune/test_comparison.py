@@ -20,6 +20,9 @@ from runs import TINY, result_of, rewrite
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.api.reports import table
 from nmrun.lab.compare.runs import collect
+from nmrun.lab.config import schema
+from nmrun.lab.config.composition import composed, composing
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.keys.config import flatten
 from nmrun.lab.runs import locks
 from nmrun.lab.sweeps import jobs
@@ -28,9 +31,6 @@ from nmrun.lab.tune import comparison, plan
 from nmrun.lab.tune.cli import main
 from nmrun.lab.tune.comparison import TuningProgress
 from nmrun.lab.tune.study import Study, Trial, ended
-from nmrun.lab.words import schema
-from nmrun.lab.words.composition import composed, composing
-from nmrun.lab.words.identity import run_folder
 from nmrun.ranges import among
 
 pytestmark = pytest.mark.slow

@@ -1,0 +1,265 @@
+"""The words of a command line: Hydra's own options, and overrides with their values."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import re
+import shlex
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import (
+    Glob,
+    IntervalSweep,
+    Override,
+    OverrideType,
+    Quote,
+    QuotedString,
+    ValueType,
+)
+from hydra.errors import HydraException
+
+from nmrun.errors import ConfigError
+from nmrun.lab.config import suggestions
+from nmrun.lab.config.suggestions import RATIOS
+from nmrun.lab.keys import options as groups
+from nmrun.lab.keys.ranges import no_expression
+from nmrun.ranges import plain
+from nmrun.recipes import installed
+from nmrun.registry import did_you_mean, no_such
+
+# texts that Hydra reads without quotes; of letters it takes those of ASCII
+PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.-]*")
+PAIR = re.compile(r"""(\S+?)\s*:\s*["']?(\d+:\d+|dense)["']?\s*(?:,\s*|$)""")
+
+
+MODES = ("run", "multirun", "cfg", "info", "shell_completion")  # of Hydra's options
+# of Hydra's own those that a run or a sweep needs
+OPTIONS = ("--multirun", "--config-dir", "--cfg", "--help", "--version")
+
+
+def options(argv: list[str]) -> argparse.Namespace:
+    """Hydra's own options by name, and the other arguments as ``overrides``.
+
+    Raises ConfigError for an option that does not exist, or that nmrun has no use for.
+    """
+    from nmrun.lab.config.hydra_internals import get_args_parser  # whose plugins take their time
+
+    parser = get_args_parser()
+
+    def complain(message: str) -> None:
+        glued = re.match(r"argument \S*(-\w): ignored explicit argument '(.*)'", message)
+        named = re.match(r"(?:unrecognized arguments|ambiguous option): (\S+)", message)
+        if not (matched := glued or named):
+            raise ConfigError(message)
+        word = "".join(matched.groups())
+        raise ConfigError(f"{word}: {_no_option(word, parser._option_string_actions)}")
+
+    parser.error = complain  # type: ignore[assignment, method-assign]
+    parsed = parser.parse_intermixed_args(argv)
+    for name in ("config_path", "config_name", "experimental_rerun"):
+        if getattr(parsed, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: not for nmrun; --config-dir adds a folder of configs"
+            )
+    if (
+        len(chosen := [f"--{name}".replace("_", "-") for name in MODES if getattr(parsed, name)])
+        > 1
+    ):
+        raise ConfigError(f"{' and '.join(chosen)}: give one of them; --cfg shows a run")
+    return parsed
+
+
+def _no_option(word: str, there: Collection[str]) -> str:
+    option, letters = word.partition("=")[0], word.lstrip("-")
+    if how := suggestions.INSTEAD.get(option):
+        return f"no such option; {how}"
+    if len(letters.partition("=")[0]) > 1 and (key := suggestions.as_key(letters)):
+        return f"no such option; keys are written without dashes: {key}"
+    return no_such("option", option, OPTIONS, hint=did_you_mean(option, there))
+
+
+def own_recipe(words: list[str], config_dir: str | None = None) -> list[str]:
+    """The overrides, in which ``++`` lets Hydra add the keys of a user's own recipe class."""
+    keys = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in words}
+    files = groups.in_folder(config_dir).get("recipe", ())
+    own = {file.stem for file in files if b"_target_" in file.read_bytes()} | {*installed()}
+    if "recipe._target_" not in keys and own.isdisjoint(keys.get("recipe", "").split(",")):
+        return words
+    words = [
+        "++" + word.lstrip("+") if word.lstrip("+").startswith("recipe.") else word
+        for word in words
+    ]
+    return words if "recipe" in keys else ["recipe=custom", *words]
+
+
+def typed(config_dir: str | None, words: Sequence[str]) -> str:
+    """The command with these options and overrides."""
+    place = [] if config_dir is None else ["--config-dir", str(Path(config_dir).absolute())]
+    return shlex.join(["nmrun", *place, *words])
+
+
+def of_job(overrides: Sequence[str], config_dir: str | None = None) -> str:
+    """The command that asks for one job alone; in a sweep that is not what was typed."""
+    words = [word for word in overrides if key(word) != "detach"]
+    if "sparsity=dense" in words:  # by whatever recipe, which one run is not asked for then
+        words = [word for word in words if not word.lstrip("+").startswith("recipe")]
+    elif "recipe=dense" in words:
+        words = [word for word in words if not _of_ratio(word)]
+    return typed(config_dir, words)
+
+
+def of_hydra(job: Any, overrides: Sequence[str]) -> str:
+    """Likewise for a job that Hydra launched, by its config of it."""
+    places = [
+        source.path for source in job.runtime.config_sources if source.provider == "command-line"
+    ]
+    search = [
+        word for word in job.overrides.hydra if word.lstrip("+").startswith("hydra.searchpath")
+    ]
+    return of_job([*search, *overrides], places[0] if places else None)
+
+
+def without_effect(words: Sequence[str]) -> list[str]:
+    """Say which overrides of one run change nothing: those of the ratio beside ``recipe=dense``."""
+    ratios = [word for word in words if _of_ratio(word) and word != "sparsity=dense"]
+    if "recipe=dense" not in words or not ratios:
+        return []
+    return [f"recipe=dense has no ratio: {' '.join(ratios)} changes nothing"]
+
+
+def _of_ratio(word: str) -> bool:
+    return key(word).partition(".")[0] == "sparsity"
+
+
+@functools.lru_cache(maxsize=4096)  # the words of a sweep come again in many of its jobs
+def parse(word: str) -> Override:
+    """An override as Hydra reads it. Raises HydraException."""
+    return OverridesParser.create().parse_override(word)
+
+
+def parsed(words: Sequence[str]) -> tuple[list[Override], list[str]]:
+    """The overrides that can be read, and a line for each word that cannot."""
+    overrides, problems, rest = [], [], list(words)
+    while rest:
+        word = rest.pop(0)
+        try:
+            override = parse(word)
+            if not override.key_or_group:
+                raise HydraException
+            overrides.append(override)
+        except HydraException:
+            while rest and "=" not in rest[0] and word.count("{") > word.count("}"):
+                word += f" {rest.pop(0)}"  # the shell cut it at its spaces
+            problems.append(f"{word}: cannot be read as key=value{quoting(word)}")
+    return overrides, problems
+
+
+def values(override: Override, options: Sequence[str]) -> list[Any]:
+    """The values of an override: one or several, both ends of an interval, or what a glob matches."""
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        return [value.start, value.end]
+    if isinstance(value, Glob):
+        return value.filter(list(options))
+    if override.is_sweep_override():
+        return [parse(f"k={text}").value() for text in override.sweep_string_iterator()]
+    return [value]
+
+
+def word(key: str, value: Any) -> str:
+    """The override that gives a key this value. ConfigError for a value that none can give."""
+    try:
+        override = Override(OverrideType.CHANGE, key, ValueType.ELEMENT, _element(value))
+        return unescaped(f"{key}={override.get_value_element_as_str()}")
+    except TypeError:
+        own = ""
+        if key in ("dataset", "model", "recipe"):
+            own = f"; of your own: {key}._target_ in a file, see --config-dir"
+        raise ConfigError(
+            f"{key}: a {type(value).__name__}: it takes a number, a text, True, False, None, a list "
+            f"or a dictionary{own}"
+        ) from None
+
+
+def _element(value: Any) -> Any:
+    """A value as Hydra's parser would have read it; texts are quoted, but where they are plain
+    words."""
+    value = plain(value)
+    if isinstance(value, str | Path):
+        text = str(value)
+        bare = PLAIN.fullmatch(text) and parsed([f"key={text}"])[0][0].value() == text
+        return text if bare else QuotedString(text, Quote.double)
+    if isinstance(value, list | tuple):
+        return [_element(item) for item in value]
+    if isinstance(value, dict):
+        return {str(name): _element(item) for name, item in value.items()}
+    if value is None or isinstance(value, int | float):
+        return str(value).lower() if isinstance(value, bool) else value
+    raise TypeError
+
+
+def quoting(word: str) -> str:
+    """How a word that cannot be read as key=value should be written: the end of an error's line.
+
+    In ``sparsity.overrides`` the keys of a dictionary are regular expressions. Hydra allows neither
+    quotes around a key nor ``^`` in it. Characters of its own grammar need a backslash, which it
+    removes.
+    """
+    key, equals, value = word.partition("=")
+    if key != RATIOS:
+        if not key.strip() or key != key.strip() or value[:1] == " ":
+            return "; write key=value, without spaces around the ="
+        if value.rstrip()[-1:] == ",":
+            return "; it ends with a comma"
+        if equals:
+            return "; quote what is special in a value, as in 'key=\"(a)\"'"
+        how = suggestions.written(word)
+        return f"; {how}" if how else ""
+    inner = value.strip("{} ")
+    pairs = PAIR.findall(inner)
+    # an expression matches whole names, so ^ and $ at its ends change nothing
+    names = [name.strip("\"' ").removeprefix("^").removesuffix("$") for name, _ in pairs]
+    escaped = [re.sub(r"(?<!\\)([][(){}:=,])", r"\\\1", name) for name in names]
+    meant = f"{RATIOS}={{{', '.join(f'{name}: {ratio}' for name, (_, ratio) in zip(escaped, pairs, strict=True))}}}"
+    with contextlib.suppress(HydraException):
+        read: Any = parse(meant).value()
+        if pairs and not PAIR.sub("", inner) and list(map(str, read)) == names:
+            wrong = [why for why in map(no_expression, names) if why]
+            return f"; {wrong[0] if wrong else f'write it as {shlex.quote(meant)}'}"
+    return (
+        f"; write it as '{RATIOS}={{inner.1: 1:8, head: dense}}', all of it in quotes. "
+        "Names take a backslash before ( ) [ ] { } : = and the comma, and no ^ or quotes"
+    )
+
+
+def key(word: str) -> str:
+    """Return the key of an override, without ``+``, ``~`` and its value."""
+    return word.lstrip("+~").partition("=")[0]
+
+
+def each_once(jobs: Iterable[Sequence[str]]) -> list[list[str]]:
+    """The words of jobs without repeats: dense training has no ratio, so one of it stands for all."""
+    once = dict.fromkeys(
+        tuple(w for w in words if key(w) != "sparsity" or "recipe=dense" not in words)
+        for words in jobs
+    )
+    return [list(words) for words in once]
+
+
+@functools.lru_cache(maxsize=4096)  # the words of a sweep come again in many of its jobs
+def unescaped(word: str) -> str:
+    """An override as one types it, without the backslash that Hydra puts before a ratio's colon."""
+    bare = re.sub(r"(?<=\d)\\:(?=\d)", ":", word)
+    with contextlib.suppress(HydraException):
+        return bare if bare != word and parse(bare).value() == parse(word).value() else word
+    return word
+
+
+def is_hydras(word: str) -> bool:
+    """Whether an override is for Hydra itself (``hydra/launcher=joblib``)."""
+    return word.lstrip("+~").startswith("hydra")

@@ -1,0 +1,345 @@
+"""The words of a sweep that stand for others: ``experiment=NAME scale=SCALE``, ``zip=KEY,KEY``
+and ``launcher=NAME``.
+
+An experiment is a table or figure of a paper as one file, ``conf/experiment/<name>.yaml``. Its
+overrides replace the word before Hydra reads it. So its runs are the same, in the same folders, as
+those of overrides that were written by hand. An experiment of the user's own in ``--config-dir`` is
+another thing: Hydra composes it, as any group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Glob
+from hydra.errors import HydraException
+
+from nmrun.errors import ConfigError, raise_all, refused
+from nmrun.lab.config import command_line, composition, launchers, precheck
+from nmrun.lab.config.composition import Cache
+from nmrun.lab.config.identity import run_folder
+from nmrun.lab.keys import options
+from nmrun.lab.keys.config import Config
+from nmrun.ranges import OPTIONAL_TEXT, TEXT, Check
+from nmrun.registry import choose, did_you_mean, no_such
+
+SCALES = ("smoke", "small", "paper")
+FIGURES = ("ratio", "curves", "flops")
+REPORT: dict[str, Any] = {
+    "rows": "recipe",
+    "cols": "sparsity",
+    "metric": None,
+    "baseline": None,
+    "figures": [],
+}
+
+
+def _is_line(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and shlex.split(value) is not None
+    except ValueError:  # a quotation mark without its partner
+        return False
+
+
+def _are_sweeps(value: Any) -> bool:
+    lines = value if isinstance(value, list) else [value]
+    return bool(lines) and all(map(_is_line, lines))
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _are_cells(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(row, dict) for row in value.values())
+
+
+LINE = "a line of overrides, its quotations closed"
+NEEDED = ("title", "source", "sweep", "scales")
+KEYS = {
+    "title": TEXT,
+    "source": TEXT,
+    "note": OPTIONAL_TEXT,
+    "sweep": Check(
+        f"{LINE}, a list of such lines, or either of them for each scale",
+        lambda value: all(map(_are_sweeps, value.values() if isinstance(value, dict) else [value])),
+    ),
+    "scales": Check(
+        f"for each of {', '.join(SCALES)} that you want {LINE}",
+        lambda value: isinstance(value, dict) and all(map(_is_line, value.values())),
+    ),
+    "report": None,
+    "paper": None,
+}
+REPORT_KEYS = {
+    "rows": TEXT,
+    "cols": TEXT,
+    "metric": OPTIONAL_TEXT,
+    "baseline": OPTIONAL_TEXT,
+    "figures": Check("a list of texts, such as [ratio, curves eval/loss]", _are_texts),
+}
+PAPER_KEYS = {"source": TEXT, "values": Check("rows, each with values by column", _are_cells)}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A file of ``conf/experiment``.
+
+    ``sweeps`` has by scale the overrides of each sweep, ``zip=`` included; ``scales`` what each
+    scale adds. ``rows`` to ``baseline`` are as for ``nmrun table``; keys that no run has are left
+    out. ``figures`` are kinds of ``nmrun plot``, ``curves`` with its key (``curves eval/loss``).
+    ``paper`` has the published values as printed, by row and column. ``word`` is what
+    ``experiment=`` takes: the name, or the path of a user's own file.
+    """
+
+    word: str
+    title: str
+    source: str
+    note: str
+    sweeps: dict[str, list[str]]
+    scales: dict[str, str]
+    rows: str
+    cols: str
+    metric: str | None
+    baseline: str | None
+    figures: list[str]
+    paper: dict[str, dict[str, str]]
+    paper_source: str
+
+    @property
+    def name(self) -> str:
+        return Path(self.word).name.removesuffix(".yaml")
+
+    def overrides(self, scale: str, changes: Sequence[str] = ()) -> list[list[str]]:
+        """The overrides of each sweep, with ``zip=`` replaced. A scale's win over a sweep's for the
+        same key, and ``changes`` over both.
+
+        Raises ConfigError for a scale that does not exist, and for keys that cannot be zipped.
+        """
+        choose("scale", scale, self.scales)
+        sweeps = []
+        for sweep in self.sweeps[scale]:
+            words = [*shlex.split(sweep), *shlex.split(self.scales[scale]), *changes]
+            last = {
+                word if command_line.key(word) == "zip" else command_line.key(word): word
+                for word in words
+            }
+            sweeps += rows(list(last.values()))
+        return sweeps
+
+
+def names() -> list[str]:
+    """List the names of the experiments in the package."""
+    folder = files("nmrun.conf") / "experiment"
+    return sorted(
+        file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")
+    )
+
+
+def selection(text: str) -> list[Experiment]:
+    """The experiments of a command line, each once: names with commas between, or ``all``."""
+    return [load(name) for name in (names() if text == "all" else dict.fromkeys(text.split(",")))]
+
+
+def load(name: str) -> Experiment:
+    """An experiment by its name, or of a user's own file (``.yaml``).
+
+    Raises ConfigError where there is no such experiment, or the file is none.
+    """
+    is_file = name.endswith(".yaml")
+    if not is_file and name not in names():
+        hint = did_you_mean(name, names()) or (
+            "; it is a table or figure of a paper; yours are DIR/experiment/NAME.yaml with "
+            "--config-dir DIR, and PATH.yaml for a table"
+        )
+        line = no_such("experiment", name, names(), "nmrun help experiment", hint)
+        raise ConfigError(f"experiment={name}: {line}")
+    file = Path(name) if is_file else files("nmrun.conf") / "experiment" / f"{name}.yaml"
+    content = options.read_yaml(file, f"experiment={name}")
+    with refused(f"experiment={name}: ", ValueError):
+        return _read(name, content)
+
+
+def _read(word: str, content: Any) -> Experiment:
+    _check(content, KEYS, NEEDED)
+    report, paper = content.get("report") or {}, content.get("paper")
+    _check(report, REPORT_KEYS, (), "report.")
+    for figure in report.get("figures", []):
+        kind = figure.partition(" ")[0]
+        if kind not in FIGURES:
+            raise ValueError(f"report.figures: {kind}: {no_such('kind', kind, FIGURES)}")
+    if set(content["scales"]) - set(SCALES):
+        raise ValueError(f"scales: they are called {', '.join(SCALES)}")
+    if paper is None:
+        paper = {"source": "", "values": {}}
+    else:
+        _check(paper, PAPER_KEYS, tuple(PAPER_KEYS), "paper.")
+    sweep = content["sweep"]
+    by_scale = sweep if isinstance(sweep, dict) else dict.fromkeys(content["scales"], sweep)
+    if by_scale.keys() != content["scales"].keys():
+        raise ValueError(f"sweep: one for each of {', '.join(content['scales'])}, or one for all")
+    return Experiment(
+        word=word,
+        title=content["title"],
+        source=content["source"],
+        note=content.get("note") or "",
+        sweeps={
+            scale: [words] if isinstance(words, str) else words for scale, words in by_scale.items()
+        },
+        scales=content["scales"],
+        **{**REPORT, **report},
+        paper={
+            row: {column: str(value) for column, value in cells.items()}
+            for row, cells in paper["values"].items()
+        },
+        paper_source=paper["source"],
+    )
+
+
+def _check(
+    content: Any, keys: Mapping[str, Check | None], needed: Sequence[str], prefix: str = ""
+) -> None:
+    """Raise ValueError unless this is a mapping of these keys to values that they take."""
+    of = f"{prefix.rstrip('.')}: " if prefix else ""
+    if not isinstance(content, dict):
+        raise ValueError(f"{of}it takes the keys {', '.join(keys)}")
+    for key in map(str, content):
+        if key not in keys:
+            raise ValueError(f"{prefix}{key}: {no_such('key', key, keys)}")
+    if missing := [key for key in needed if key not in content]:
+        raise ValueError(f"{of}without {', '.join(missing)}")
+    for key, check in keys.items():
+        if check is not None and key in content and not check.holds(content[key]):
+            raise ValueError(f"{prefix}{key}: it takes {check.allowed}")
+
+
+def own(config_dir: str | None) -> list[str]:
+    """The names of the experiments in a folder of the user's own, which Hydra composes."""
+    return [file.stem for file in options.in_folder(config_dir).get("experiment", ())]
+
+
+def expand(words: Sequence[str], multirun: bool, config_dir: str | None = None) -> list[list[str]]:
+    """The overrides of each sweep, with those that ``experiment``, ``scale``, ``zip`` and
+    ``launcher`` stand for.
+
+    ``experiment`` takes several names with commas between, or ``all``; ``scale`` is ``small`` by
+    default. Those of the user's own in ``config_dir`` are left as they are. Raises ConfigError for
+    an unknown one, for keys that cannot be zipped, and without ``-m``.
+    """
+    words = list(map(launchers.spelt_out, words))
+    values = {command_line.key(word): word.partition("=")[2] for word in words}
+    if "zip" in values and not multirun:
+        raise ConfigError(f"zip={values['zip']}: several values make a sweep; add -m")
+    if "experiment" not in values:
+        if "scale" in values:
+            raise ConfigError(
+                f"scale={values['scale']}: of which experiment? Add experiment=NAME (nmrun help experiment lists all)"
+            )
+        return rows(words)
+    chosen = values["experiment"].split(",")
+    if here := set(chosen) & set(own(config_dir)):
+        if others := [name for name in chosen if name not in here]:
+            theirs = f"{', '.join(sorted(here))} of --config-dir, {', '.join(others)} not"
+            raise ConfigError(f"experiment={values['experiment']}: {theirs}; give two commands")
+        return rows([w.lstrip("+") if command_line.key(w) == "experiment" else w for w in words])
+    changes = [word for word in words if command_line.key(word) not in ("experiment", "scale")]
+    sweeps = [
+        sweep
+        for experiment in selection(values["experiment"])
+        for sweep in experiment.overrides(values.get("scale", "small"), changes)
+    ]
+    if not multirun:
+        raise ConfigError(f"experiment={values['experiment']} is a sweep: add -m")
+    return sweeps
+
+
+def rows(words: Sequence[str]) -> list[list[str]]:
+    """One sweep for each row of the values of the keys of ``zip=KEY,KEY``.
+
+    The rows of several ``zip=`` words are combined with each other, and with all other swept keys.
+    Raises ConfigError for keys that are not swept, are zipped twice, or have different numbers of
+    values.
+    """
+    groups = {
+        word: word.partition("=")[2].split(",") for word in words if command_line.key(word) == "zip"
+    }
+    if not groups:
+        return [list(words)]
+    written = {command_line.key(word): word for word in words if command_line.key(word) != "zip"}
+    values: dict[str, list[str]] = {}
+    problems = [
+        f"zip: {name} is zipped twice"
+        for name, n in Counter(itertools.chain(*groups.values())).items()
+        if n > 1
+    ]
+    for zipped, names in groups.items():
+        if len(names) < 2:
+            problems.append(
+                f"{zipped}: it takes two keys or more, such as zip=sparsity,optimizer.lr"
+            )
+            continue
+        for name in names:
+            try:
+                values[name] = _values(written[name]) if name in written else []
+            except HydraException:  # precheck reports words that cannot be read
+                return [[word for word in words if command_line.key(word) != "zip"]]
+            if len(values[name]) < 2:
+                hint = "" if name in written else did_you_mean(name, written)
+                problems.append(
+                    f"{zipped}: {name} has no list of values here, as in {name}=a,b{hint}"
+                )
+        if len({len(values[name]) for name in names}) > 1 and all(
+            len(values[name]) > 1 for name in names
+        ):
+            counts = ", ".join(f"{name} {len(values[name])}" for name in names)
+            problems.append(
+                f"{zipped}: these keys must have as many values each, and have: {counts}"
+            )
+    raise_all(problems)
+    sweeps = []
+    for choice in itertools.product(*(range(len(values[names[0]])) for names in groups.values())):
+        row = {
+            name: values[name][i]
+            for i, names in zip(choice, groups.values(), strict=True)
+            for name in names
+        }
+        sweeps.append(
+            [
+                command_line.unescaped(f"{word.partition('=')[0]}={row[command_line.key(word)]}")
+                if command_line.key(word) in row
+                else word
+                for word in words
+                if command_line.key(word) != "zip"
+            ]
+        )
+    return sweeps
+
+
+def _values(word: str) -> list[str]:
+    """The values that an override lists; none for one value, an interval or a glob."""
+    override = command_line.parse(word)
+    listed = override.is_discrete_sweep() and not isinstance(override.value(), Glob)
+    return list(override.sweep_string_iterator()) if listed else []
+
+
+def configs(
+    experiment: Experiment, scale: str, changes: Sequence[str] = (), cache: Cache | None = None
+) -> list[Config]:
+    """The checked configs of an experiment's runs, each once. ``changes`` are overrides that win
+    over its own."""
+    by_folder: dict[str, Config] = {}
+    composition.register()
+    sweeps = [
+        [word for word in command_line.own_recipe(words) if not command_line.is_hydras(word)]
+        for words in experiment.overrides(scale, changes)
+    ]
+    for _, config in precheck.read(sweeps, multirun=True, cache=cache, to_run=False).jobs:
+        by_folder.setdefault(str(run_folder(config)), config)
+    return list(by_folder.values())

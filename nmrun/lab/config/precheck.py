@@ -1,0 +1,386 @@
+"""What a command line asks for: its jobs, each composed and checked before the first one runs. A
+mistake gets one line, no traceback.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override
+from hydra.errors import ConfigCompositionException
+from omegaconf import DictConfig, OmegaConf
+
+from nmrun.errors import ConfigError, extra
+from nmrun.lab.config import (
+    command_line,
+    composition,
+    hydra_internals,
+    rules,
+    schema,
+    suggestions,
+)
+from nmrun.lab.config.composition import RATIO, Cache, composing, of_groups, plain_errors
+from nmrun.lab.config.launchers import GROUP, LAUNCHERS, Launcher
+from nmrun.lab.keys import options
+from nmrun.lab.keys.config import Config, flatten
+from nmrun.lab.keys.options import NAMED
+from nmrun.lab.signals import of_interrupt
+from nmrun.patterns import Pattern, PatternError
+from nmrun.ranges import Check, whole
+from nmrun.registry import no_such
+
+MOST_JOBS = 10_000  # of one command, since all are composed before the first one runs
+# of Hydra's own keys those that it takes with any value, and then fails
+HYDRAS = {
+    "hydra.launcher.n_jobs": Check("1 or more, or -1 for all cores", lambda value: value != 0),
+    "hydra.sweeper.max_batch_size": Check(
+        "1 or more, or null for all jobs at once", whole(1, optional=True).holds
+    ),
+    "hydra.sweeper.params": Check(
+        "values by key, such as {seed: '0,1'}", lambda value: isinstance(value, dict | None)
+    ),
+}
+
+
+class Job(NamedTuple):
+    """The overrides of a run, and its checked config."""
+
+    words: list[str]
+    config: Config
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a command line asks for: the overrides of each sweep, its jobs, each once, and the
+    launcher that runs them, with what is ``known`` of it; ``basic`` is this process itself.
+    ``hydras``: whether Hydra launches them, since something is said to it.
+    """
+
+    sweeps: list[list[str]]
+    jobs: list[Job]
+    launcher: str
+    known: Launcher | None
+    hydras: bool
+
+    @property
+    def output_dir(self) -> str:
+        return self.jobs[0].config.output_dir
+
+    @property
+    def queues(self) -> bool:
+        return self.known is not None and self.known.queues
+
+    @property
+    def detach(self) -> bool:
+        return self.jobs[0].config.detach
+
+    @property
+    def dry(self) -> bool:
+        return self.jobs[0].config.dry
+
+
+def read(
+    sweeps: Sequence[list[str]],
+    multirun: bool = False,
+    config_dir: str | None = None,
+    cache: Cache | None = None,
+    to_run: bool = True,
+) -> Command:
+    """Compose and check the jobs of some sweeps. ``cache`` is as of
+    :func:`nmrun.lab.config.composition.composed`; ``to_run`` says whether the files, packages and
+    devices that the runs need have to be here.
+
+    Raises ConfigError with all that is wrong, one line each.
+    """
+    if multirun and not all(sweeps):
+        raise ConfigError("-m: it takes several values of a key, as in nmrun -m seed=0,1,2")
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: no such folder")
+    cache = {} if cache is None else cache
+    problems: list[str] = []
+    jobs: dict[tuple[str, ...], Job] = {}
+    launcher, known, hydras = "basic", None, by_hydra(sweeps, config_dir)
+    with composing(config_dir):
+        for words in sweeps:
+            try:
+                with plain_errors():
+                    sweep = _Sweep(words, multirun, hydras, problems)
+                    launcher, known = sweep.launcher, sweep.known
+                    sweep.compose(jobs, cache)
+            except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+                named = isinstance(error, yaml.YAMLError) or getattr(error, "filename", None)
+                what = "" if named else f"a file in --config-dir {config_dir}"
+                problems.append(options.unreadable(error, what))
+            except ConfigError as error:
+                problems += error.problems
+    if to_run and not problems:
+        for job in jobs.values():
+            here = launcher == "basic" or (known is not None and known.here)
+            problems += rules.refusals(job.config.plain, here)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    if len({tuple(filter(command_line.is_hydras, words)) for words in sweeps}) > 1:
+        raise ConfigError(
+            "the sweeps of an experiment differ in words for Hydra: they have one launcher"
+        )
+    return Command(list(sweeps), list(jobs.values()), launcher, known, hydras)
+
+
+class _Sweep:
+    """The words of one sweep, or of one run, while Hydra is initialized; mistakes are added to
+    ``problems``."""
+
+    def __init__(self, words: list[str], multirun: bool, hydras: bool, problems: list[str]) -> None:
+        self.multirun, self.problems = multirun, problems
+        # groups with a wrong option: their keys are not checked, since its default stands in
+        self.unsure: set[str] = set()
+        overrides, unreadable = command_line.parsed(words)
+        self.problems += unreadable
+        loader = GlobalHydra.instance().config_loader()
+        named = [str(o.value()) for o in overrides if o.key_or_group == GROUP]
+        self.launcher, missing = named[-1] if named else "basic", _refused(overrides)
+        missing += _not_here(self.launcher, loader)
+        self.known: Launcher | None = None
+        readable = multirun and hydras and not missing and not unreadable
+        # files may choose a launcher too, and add to what is swept
+        if readable and (settings := composition.sweep(overrides)):
+            self.launcher, self.known = settings.launcher, settings.known
+            overrides = [*settings.params, *overrides]
+            missing += _not_here(self.launcher, loader)
+        if self.launcher != "basic" and not multirun and not missing:
+            missing.append(f"launcher={self.launcher}: launchers are for sweeps; add -m")
+        for override in overrides:
+            group, _, leaf = override.key_or_group.rpartition(".")
+            if group == "hydra.launcher" and (self.launcher == "basic" or leaf == "jobs"):
+                how = suggestions.INSTEAD["--jobs"]
+                missing.append(f"{override.input_line}: no such key; {how}")
+        self.problems += missing
+        for_hydra = [o for o in overrides if o.key_or_group.startswith("hydra")]
+        self.for_hydra = [override.input_line or "" for override in for_hydra]
+        search_path = [word for word in self.for_hydra if word.startswith("hydra.searchpath")]
+        if missing:  # then what is said to it is left out
+            left_out = (GROUP, "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
+            self.for_hydra = [w for w in self.for_hydra if not w.startswith(left_out)]
+        # the last word for a key counts
+        written = {o.key_or_group: o for o in overrides if o not in for_hydra}
+        groups = loader.get_group_options("", ObjectType.GROUP, overrides=search_path)
+        self.groups = {group for group in groups if group != "hydra"}
+        self.count = 1  # of jobs
+        self.overrides: list[Override] = []
+        for key, override in written.items():
+            in_group = key in self.groups
+            options = loader.get_group_options(key, overrides=search_path) if in_group else None
+            self._read(key, override, options)
+        if not multirun and (line := _not_sparse(self.overrides)):
+            self.problems.append(line)
+
+    def _read(self, key: str, override: Override, options: list[str] | None) -> None:
+        """Keep an override with those of its values that may be right."""
+        line, known = override.input_line, len(self.problems)
+        if override.is_delete():
+            self.overrides.append(override)
+            return
+        several = command_line.values(override, options or [])
+        if override.package is not None:
+            self.problems.append(f"{line}: write it without @{override.package}")
+        if isinstance(override.value(), IntervalSweep):
+            self.problems.append(
+                f"{line}: a sweep takes single values; nmrun tune --over searches an interval"
+            )
+        if override.is_add() and key in NAMED:
+            self.problems.append(f"{line}: {key} is there already; write it without +")
+        if not several:
+            there_are = f"matches nothing (there are {', '.join(options)})" if options else ""
+            self.problems.append(f"{line}: {there_are or 'there is no value in it'}")
+        fits = len(self.problems) == known
+        words = list(map(_word, several))
+        if words and override.is_sweep_override() and not self.multirun:
+            first, *more = words
+            both = f", or {key}={first} track.also=[{','.join(more)}] for one run with both"
+            self.problems.append(
+                f"{line}: several values make a sweep; add -m"
+                + (both if key == "track" and "local" not in words else "")
+            )
+        twice = [word for word, count in Counter(words).items() if count > 1]
+        self.problems += [f"{line}: {word} is there twice" for word in twice]
+        if options is not None:
+            wrong = {word: why for word in words if (why := _wrong_option(key, word, options))}
+            self.problems += wrong.values()
+            words = [word for word in words if word not in wrong]
+            if wrong or not fits:
+                self.unsure.add(key)
+            fits = fits and bool(words)
+            if fits and (wrong or isinstance(override.value(), Glob)):
+                override = command_line.parse(f"{override.get_key_element()}={','.join(words)}")
+        if fits:
+            self.overrides.append(override)
+            self.count *= len(words)
+
+    def compose(self, jobs: dict[tuple[str, ...], Job], cache: Cache) -> None:
+        """Compose and check each job, and add those that are not there yet."""
+        if self.count > MOST_JOBS:
+            raise ConfigError(f"a sweep of {self.count:,} jobs: one command takes {MOST_JOBS:,}")
+        every = command_line.each_once(hydra_internals.product(self.overrides))
+        wrong: list[str] = []
+        unknown: dict[str, _Unknown] = {}
+        for words in every:
+            words = [command_line.unescaped(word) for word in words]
+            if tuple(words) in jobs:
+                continue
+            config, values = of_groups([*self.for_hydra, *words], cache)
+            for override in values:
+                key = override.key_or_group
+                if override.is_add() and OmegaConf.select(config, key, default=_word) is not _word:
+                    line = override.input_line
+                    wrong.append(f"{line}: {key} is there already; write it without +")
+                elif not _put(config, override) and key.partition(".")[0] not in self.unsure:
+                    unknown.setdefault(key, _Unknown(key)).found(words, config)
+            try:
+                jobs[tuple(words)] = Job(words, schema.check(config, self.unsure))
+            except ConfigError as error:
+                wrong += error.problems
+        for each in unknown.values():
+            self.problems += each.lines(len(every), self.groups)
+        self.problems += wrong
+
+
+class _Unknown:
+    """A key that is not in the configs of some jobs."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.jobs: list[list[str]] = []
+        self.others: set[str] = set()  # the keys that there are
+
+    def found(self, words: list[str], config: DictConfig) -> None:
+        plain: Any = OmegaConf.to_container(config, resolve=False)
+        self.jobs.append(words)
+        self.others |= {*plain, *flatten(plain)}
+
+    def lines(self, count: int, groups: set[str]) -> list[str]:
+        """The lines for it in a sweep of so many jobs."""
+        group = self.key.partition(".")[0]
+        chosen = {w: None for words in self.jobs for w in words if command_line.key(w) == group}
+        if chosen and len(self.jobs) < count:
+            return [f"{self.key}: no such key with {word}" for word in chosen]
+        return [suggestions.line(self.key, self.others | groups)]
+
+
+def _put(config: DictConfig, override: Override) -> bool:
+    """Set, add or delete a key; returns False if it does not exist and must not be added."""
+    above = override.key_or_group.rpartition(".")[0]
+    changes = not (override.is_add() or override.is_force_add() or override.is_delete())
+    if changes and above and not isinstance(OmegaConf.select(config, above), DictConfig):
+        return False
+    try:
+        hydra_internals.put(config, override)
+    except ConfigCompositionException as error:
+        if not changes or of_interrupt(error):
+            raise
+        return False
+    return True
+
+
+def _not_sparse(overrides: Sequence[Override]) -> str | None:
+    """Of a sweep, which has one dense column, that is no mistake."""
+    chosen = {o.key_or_group: o.value() for o in overrides if not o.is_sweep_override()}
+    recipe = chosen.get("recipe", "dense")
+    if recipe == "dense" or chosen.get(RATIO) != "dense":
+        return None
+    return (
+        f"recipe={recipe} with sparsity=dense: no weight would be sparse; "
+        "for the dense reference write recipe=dense"
+    )
+
+
+def _word(option: Any) -> str:
+    return "null" if option is None else str(option)
+
+
+def _wrong_option(group: str, option: str, options: list[str]) -> str | None:
+    if group == RATIO and option != "dense":
+        try:
+            Pattern.parse(option)
+        except PatternError as error:
+            return f"sparsity={option}: {error}; or dense"
+        return None if ":" in option else f"sparsity={option}: write it with a colon"
+    if option in options or (os.sep in option and option[0] not in "./~"):
+        return None
+    return suggestions.option(group, option, options)
+
+
+def by_hydra(sweeps: Sequence[Sequence[str]], config_dir: str | None) -> bool:
+    """Whether Hydra launches the jobs: overrides or a folder of configs say something to it."""
+    if any(map(command_line.is_hydras, itertools.chain(*sweeps))):
+        return True
+    if config_dir is None:
+        return False
+    return (Path(config_dir) / "hydra").is_dir() or any(
+        _speaks_to_hydra(file)
+        for file in Path(config_dir).rglob("*.yaml")
+        if file.is_file() and os.access(file, os.R_OK)
+    )
+
+
+def _speaks_to_hydra(file: Path) -> bool:
+    """Whether a config has keys of Hydra's, or chooses an option of its groups."""
+    text = file.read_text(errors="replace")
+    if re.search(r"^#\s*@package\s+hydra\b", text, re.MULTILINE):
+        return True
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError:  # which is told of where the file is composed
+        return False
+    if not isinstance(content, dict):
+        return False
+    listed = content.get("defaults")
+    entries = listed if isinstance(listed, list) else []
+    names = [str(n) for entry in entries for n in (entry if isinstance(entry, dict) else [entry])]
+    chosen = [name.removeprefix("override ").lstrip("/") for name in names]
+    return "hydra" in content or any(name.startswith("hydra/") for name in chosen)
+
+
+def _refused(overrides: Sequence[Override]) -> list[str]:
+    """A line for each word to Hydra that would do nothing here, or fail later."""
+    problems = []
+    for override in overrides:
+        key, line = override.key_or_group, override.input_line
+        if key == "hydra/sweeper":
+            problems.append(
+                f"{line}: nmrun -m has a sweeper of its own; nmrun tune searches settings"
+            )
+        chdir = key == "hydra.job.chdir" and override.value() is True
+        if chdir or key in ("hydra.run.dir", "hydra.sweep.dir"):
+            problems.append(f"{line}: runs go to output_dir=...; leave it out")
+        if key == "hydra.mode":
+            problems.append(f"{line}: nmrun -m is what makes a sweep; leave it out")
+        takes = HYDRAS.get(key)
+        if takes is not None and not takes.holds(override.value()):
+            problems.append(f"{line}: it takes {takes.allowed}")
+    return problems
+
+
+def _not_here(launcher: str, loader: ConfigLoader) -> list[str]:
+    """A line for a launcher that does not exist, is not installed, or has no cluster here."""
+    installed = loader.get_group_options(GROUP)
+    known = LAUNCHERS.get(launcher)
+    if known is None and launcher not in installed:
+        names = sorted({*installed, *LAUNCHERS})
+        return [f"launcher={launcher}: {no_such('launcher', launcher, names)}"]
+    if known is not None and known.plugin not in installed:
+        return [f"launcher={launcher} is not installed: {extra(known.extra)}"]
+    if known is not None and known.needs and shutil.which(known.needs) is None:
+        return [f"launcher={launcher}: there is no {known.needs} here; joblib needs no cluster"]
+    return []

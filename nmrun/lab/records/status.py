@@ -1,0 +1,364 @@
+"""``nmrun status``: the state of a folder's runs and its last sweep, also while they run, and how
+to repeat what did not finish."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import shlex
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nmrun.errors import ConfigError, neutral, tell
+from nmrun.lab.arguments import Parser
+from nmrun.lab.config import command_line
+from nmrun.lab.config.identity import is_in_id
+from nmrun.lab.output import aligned, span
+from nmrun.lab.records import settings, sweep
+from nmrun.lab.runs import locks, run_folder
+from nmrun.lab.runs.run_folder import CHECKPOINT, CONFIG, METRICS, RESULT, RunFolder, RunFolders
+from nmrun.registry import no_such
+
+STATES = ("finished", "running", "interrupted", "failed", "killed", "damaged")
+PAUSE = 2.0  # seconds between two looks
+MOST_RUNS = 20  # runs that are listed, without --all
+LAST = ("left", "age", "folder")  # columns
+FILES = {CONFIG, RESULT, CHECKPOINT}  # a run's folder has at least one of them
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The state of a run folder."""
+
+    run: RunFolder
+    state: str
+    error: str | None = None
+    command: str | None = None
+
+    @functools.cached_property
+    def position(self) -> run_folder.Position | None:
+        return run_folder.position_of(self.run.path, self.run.config.get("trainer", {}))
+
+    @property
+    def step(self) -> int | None:
+        """The last in ``metrics.jsonl`` of a run that has not finished."""
+        return self.position.step if self.position and self.state != "finished" else None
+
+    @property
+    def folder(self) -> str:
+        return str(self.run.path)
+
+    @property
+    def title(self) -> str:
+        return f"{self.state}{'' if self.step is None else f', step {self.step}'}: {self.folder}"
+
+
+def runs(path: Path, folders: RunFolders | None = None) -> list[RunState]:
+    """The runs at or below a folder, by name. A run without a result and without a live process was
+    killed."""
+    folders = RunFolders() if folders is None else folders
+    return sorted(map(_run, _folders(path, folders)), key=lambda run: run.folder)
+
+
+def sweeps(path: Path) -> list[tuple[Path, bool]]:
+    """The folders of the running sweeps, oldest first, each with True; or of the last sweep, with
+    False. A sweep also runs while a cluster's queue has jobs of it."""
+    folders = sorted(folder for folder in (path / ".sweeps").glob("*") if folder.is_dir())
+    running = [each for each in folders if locks.is_locked(each) or sweep.read(each).queued]
+    return [(folder, True) for folder in running] or [(folder, False) for folder in folders[-1:]]
+
+
+def _folders(path: Path, folders: RunFolders) -> Iterator[RunFolder]:
+    for place, below, files in run_folder.walk(path, _tell_left_out):
+        folder = Path(place)
+        named = run_folder.NAME.fullmatch(folder.absolute().name) is not None
+        # one that is just beginning has no file yet
+        if (FILES & set(files) and (named or _has_config(folders[place]))) or (
+            not below and locks.is_locked(folder)
+        ):
+            yield folders[place]
+        below[:] = [name for name in below if not named and name != ".sweeps"]
+
+
+def _has_config(run: RunFolder) -> bool:
+    """Whether the config in a folder is a run's; other programs call their files config.yaml too."""
+    return {"seed", "output_dir"} <= run.config.keys()
+
+
+@functools.cache  # read once, however often --watch looks
+def _tell_left_out(line: str) -> None:
+    tell([f"left out: {line}"])
+
+
+def _run(run: RunFolder) -> RunState:
+    state = run.result.get("status", "damaged" if run.problem else "killed")
+    if locks.is_locked(run.path):
+        state = "running"
+    if state in ("finished", "running"):
+        return RunState(run, state)
+    error = f"{RESULT}: {run.problem}" if run.problem else run.result.get("error")
+    return RunState(run, state, error, typed(command(run)))
+
+
+Command = tuple[str, str]  # the folder to change to first, empty for this one; and the command
+
+
+def typed(command: Command | None) -> str | None:
+    """The command as one types it."""
+    place, text = command or ("", None)
+    return f"cd {shlex.quote(place)} && {text}" if place else text
+
+
+def command(run: RunFolder) -> Command | None:
+    """The command for this run alone, to be given from here; None where it is not known."""
+    if run.command is None:
+        return None
+    above = run.path.resolve().parents
+    if "output_dir" not in run.config or len(above) < 5:
+        return "", run.command
+    # <dataset>/<model>/<recipe>/<ratio>/<run>
+    return _local_command(run.command, run.config["output_dir"], above[4])
+
+
+def _local_command(command: str, output_dir: str, place: Path) -> Command:
+    """A command whose output_dir was ``place``, to be given from here."""
+    output = Path(output_dir)
+    if output.resolve() == place:
+        return "", command
+    base = Path(*place.parts[: len(place.parts) - len(output.parts)])
+    if not output.is_absolute() and base / output == place:
+        return os.path.relpath(base), command
+    # it was moved
+    try:
+        words = shlex.split(command)
+    except ValueError:  # it is no longer a command
+        return "", command
+    words = [word for word in words if not word.startswith("output_dir=")]
+    return "", shlex.join([*words, command_line.word("output_dir", place)])
+
+
+def sweep_lines(folder: Path, running: bool) -> list[str]:
+    """A line about a sweep, and its command if part of it is still to do."""
+    record = sweep.with_ends(folder)
+    counts, ended = record.counts(), len(record.ends) == record.jobs
+    state = "running" if running else "ended" if ended else "cut off"
+    ends = ", ".join(f"{number} {status}" for status, number in counts.items())
+    done = f"{record.done()} ({ends})" if ends else record.done()
+    line = "; ".join(filter(None, [f"sweep {folder.name}, {state}: {done}", record.times(running)]))
+    whole = ended and not set(counts) - {"finished", "skipped", "planned"}
+    if running or whole or not record.command:
+        return [line, *sweep.queue_lines(record)]
+    return [
+        line,
+        f"  {typed(_local_command(record.command, record.output_dir, folder.resolve().parents[1]))}",
+    ]
+
+
+def _block(run: RunState) -> list[str]:
+    return [run.title, *(f"  {line}" for line in (run.error, run.command) if line)]
+
+
+def _tables(states: list[RunState], keys: Sequence[str]) -> list[str]:
+    """A table for each data set and model, below their folder: a line for each run."""
+    settings_of = {run: _settings(run) for run in states}
+    known = dict.fromkeys(key for named in settings_of.values() for key in named)
+    for key in keys:
+        if key not in known:
+            raise ConfigError(f"--columns {key}: {no_such('key', key, known)}")
+    tables: dict[str, list[dict[str, str]]] = {}
+    for run, named in settings_of.items():
+        tables.setdefault(_above(run, named), []).append(_row(run, named, keys))
+    lines = []
+    for place, rows in tables.items():
+        heads = [
+            key for key in dict.fromkeys(key for row in rows for key in row) if key not in LAST
+        ]
+        heads = [key for key in (*heads, *LAST) if any(row.get(key) for row in rows)]
+        cells = [heads, *([row.get(key, "") for key in heads] for row in rows)]
+        lines += [place, *(f"  {line}" for line in aligned(cells))]
+    return lines
+
+
+def _settings(run: RunState) -> dict[str, str]:
+    """The settings of a run that are part of its id, as far as its config can be read."""
+    with contextlib.suppress(ConfigError):  # of a folder without a config
+        return {key: value for key, value in settings.of(run.run).items() if is_in_id(key)}
+    return {}
+
+
+def _above(run: RunState, named: Mapping[str, str]) -> str:
+    """Where a run's folder is: its data set and model; a shell finds the recipe and the ratio."""
+    parts = Path(run.folder).parts
+    if len(parts) > 3 and parts[-3] == named.get("recipe"):
+        return str(Path(*parts[:-3], "*", "*"))
+    return str(Path(run.folder).parent)
+
+
+def _row(run: RunState, named: Mapping[str, str], keys: Sequence[str]) -> dict[str, str]:
+    """A run's cells by column."""
+    folder = Path(run.folder)
+    row = {"state": run.state, "recipe": named.get("recipe", "")}
+    row |= {"ratio": named.get("sparsity", ""), "seed": named.get("seed", "")}
+    row |= {"epoch": "", "step": ""}
+    if (now := run.position) is not None:
+        if run.state != "finished":
+            row |= {"epoch": now.epoch} if now.epoch else {"step": now.steps}
+        name, _, value = now.validation.rpartition(" ")
+        row |= {name: value} if name else {}
+        if run.state == "running" and now.seconds_left is not None:
+            row["left"] = span(now.seconds_left)
+    row |= {"age": _age(folder), "folder": folder.absolute().name}
+    return row | {key: named.get(key, "") for key in keys}
+
+
+def _age(folder: Path) -> str:
+    """How long ago the run last wrote one of its files."""
+    written = 0.0
+    for path in (folder, *(folder / name for name in FILES | {METRICS})):
+        with contextlib.suppress(OSError):
+            written = max(written, path.stat().st_mtime)
+    seconds = max(time.time() - written, 0.0)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def path_option(parser: Parser) -> None:
+    """Add the argument for the folder whose runs a verb is about; :func:`folder_of` reads it."""
+    parser.add_argument(
+        "path",
+        nargs="?",
+        default="outputs",
+        type=Path,
+        help="an output folder, any in it, or a run folder (default: outputs)",
+    )
+
+
+def folder_of(path: Path) -> Path:
+    """The folder of :func:`path_option`. Raises ConfigError if it does not exist or cannot be read."""
+    if not path.is_dir():
+        why = "it is a file; name a folder" if path.exists() else "no such folder"
+        raise ConfigError(f"{path}: {why}")
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise ConfigError(f"{path}: {os.strerror(errno.EACCES)}")
+    return path
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(
+        prog="nmrun status",
+        description="Show how the runs in a folder and its last sweep stand, also while they run, and "
+        "how to repeat what did not finish.",
+    )
+    path_option(parser)
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--json", action="store_true", help="the same as JSON, for scripts")
+    kind.add_argument(
+        "--watch", action="store_true", help="follow what runs, until it ends or Ctrl-C"
+    )
+    parser.add_argument("--all", action="store_true", help=f"list more than {MOST_RUNS} runs")
+    parser.add_argument(
+        "--columns",
+        default="",
+        metavar="KEYS",
+        help="config keys to show as well, such as optimizer.lr,trainer.epochs",
+    )
+    options = parser.parse_args(argv)
+    most = None if options.all else MOST_RUNS
+    keys = [key for key in options.columns.split(",") if key]
+    path = folder_of(options.path)
+    if options.watch:
+        return _watch(path, most, keys)
+    last, states = sweeps(path), runs(path)
+    if not last and not states:
+        raise ConfigError(f"{path}: no runs in it")
+    if options.json:
+        print(json.dumps(_record(last, states), indent=2))
+    else:
+        print(neutral("\n".join(_lines(path, last, states, most, keys))))
+    return 0
+
+
+def _record(last: list[tuple[Path, bool]], states: list[RunState]) -> dict[str, Any]:
+    records = [(folder, running, sweep.with_ends(folder)) for folder, running in last]
+    entries = [
+        {
+            "folder": str(f),
+            "running": on,
+            "jobs": r.jobs,
+            "done": r.counts(),
+            "left": r.seconds_left() if on else None,
+            "command": r.command,
+        }
+        for f, on, r in records
+    ]
+    rest = [
+        {key: getattr(run, key) for key in ("folder", "state", "error", "step", "command")}
+        for run in states
+        if run.state != "finished"
+    ]
+    return {"sweeps": entries, "runs": _counts(states), "unfinished": rest}
+
+
+def _counts(states: list[RunState]) -> dict[str, int]:
+    count = Counter(run.state for run in states)
+    return {state: count[state] for state in STATES if count[state]}
+
+
+def _lines(
+    path: Path,
+    last: list[tuple[Path, bool]],
+    states: list[RunState],
+    most: int | None,
+    keys: Sequence[str],
+) -> list[str]:
+    """Sweeps, counts, the runs (those that run first, then the unfinished, then the latest), and
+    how to repeat those that did not finish or delete those that failed."""
+    lines = [line for folder, running in last for line in sweep_lines(folder, running)]
+    counts = ", ".join(f"{number} {state}" for state, number in _counts(states).items())
+    lines.append(f"runs in {path}: {counts or 'none yet'}")
+    if not states:
+        return lines
+    head = sorted(states, key=_rank)[:most]
+    lines += _tables(head, keys)
+    if more := len(states) - len(head):
+        lines.append(f"and {more} more: nmrun status --all {shlex.quote(str(path))}")
+    rest = [run for run in head if run.state not in ("finished", "running")]
+    lines += [line for run in rest for line in _block(run)]
+    if failed := [run.folder for run in states if run.state == "failed"]:
+        lines.append(f"to delete what failed: rm -r {shlex.join(failed)}")
+    return lines
+
+
+def _rank(run: RunState) -> tuple[int, float]:
+    order = ("running", *STATES[2:], "finished")
+    ended = 0.0
+    if run.state == "finished":
+        with contextlib.suppress(OSError):
+            ended = (Path(run.folder) / RESULT).stat().st_mtime
+    return order.index(run.state) if run.state in order else len(STATES) - 1, -ended
+
+
+def _watch(path: Path, most: int | None, keys: Sequence[str]) -> int:
+    """The same lines, redrawn in place until nothing runs any more."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(console=Console(), auto_refresh=False) as display:
+        while True:
+            last, states = sweeps(path), runs(path)
+            lines = _lines(path, last, states, most, keys) if last or states else ["no runs yet"]
+            display.update(Text(neutral("\n".join(lines))), refresh=True)
+            at_work = any(run.state == "running" for run in states)
+            if not at_work and not any(running for _, running in last):
+                return 0
+            time.sleep(PAUSE)

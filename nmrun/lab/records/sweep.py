@@ -1,0 +1,414 @@
+"""The record of a sweep, ``<output_dir>/.sweeps/<time>-<process>/``.
+
+``sweep.json`` says what was asked for, ``jobs.jsonl`` the beginning and the end of each job.
+Where jobs run side by side, ``job3.log`` has what the third one prints. Several processes may write
+and read the record at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nmrun import atomic
+from nmrun.errors import leads, tell
+from nmrun.lab.config import command_line
+from nmrun.lab.output import aligned, span
+from nmrun.lab.records import queue
+from nmrun.lab.runs import documents, locks
+from nmrun.lab.runs.run_folder import RunFolder, make_folder
+from nmrun.ranges import Check
+
+if TYPE_CHECKING:
+    from nmrun.lab.config.precheck import Command
+
+HEAD, JOBS = "sweep.json", "jobs.jsonl"
+IN_PLAN = ("recipe", "sparsity", "dry")  # a plan shows these itself, or they are the same for all
+OWN_AXES = ("seed", "sparsity", "output_dir")  # a table averages over these, or shows them anyway
+SWEEP = "NMRUN_SWEEP"  # tells job processes and the sweeper the sweep's folder
+# of jobs, or of seconds since 1970: Python's JSON has NaN and Infinity too
+COUNT = Check("a number", lambda value: isinstance(value, int | float) and abs(value) < 1e12)
+MAYBE = Check("a number, or null", lambda value: value is None or COUNT.holds(value))
+# the shapes of sweep.json, and of the lines of jobs.jsonl; ``queue`` is a job's id in a cluster
+BEGUN = {"begun": COUNT, "jobs": MAYBE, "command": str, "output_dir": str, "sweeps?": [[str]]}
+BEGINNING = {"job": int, "process": int, "overrides": [str], "folder": str, "begun?": COUNT}
+QUEUED = {"job": int, "queue": str, "overrides": [str], "folder": str}
+END = {
+    "status": str, "folder?": str | None, "error?": str | None, "overrides?": [str],
+    "seconds?": COUNT, "ended?": COUNT,
+}  # fmt: skip
+UNTRAINED = (
+    "skipped",
+    "planned",
+    "running",
+    "queued",
+    "refused",
+)  # statuses of jobs that took hardly any time
+
+
+def new_folder(output_dir: str) -> Path:
+    """A new folder, not made yet, for the record of a sweep that begins now."""
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    place = Path(output_dir, ".sweeps").absolute()
+    # os.path says that a name that is too long does not exist; make_folder reports it
+    names = itertools.chain([name], (f"{name}-{again}" for again in itertools.count(2)))
+    return next(folder for each in names if not os.path.exists(folder := place / each))
+
+
+@contextlib.contextmanager
+def recorded(asked: Command, command: str, sweeps: Sequence[list[str]] = ()) -> Iterator[Path]:
+    """The record of a new sweep, which counts as running while the context is entered. The record
+    of a plan (``dry=true``) is removed at the end.
+
+    ``command`` is as it was typed; ``sweeps`` are the overrides of each sweep. Raises ConfigError where the folder cannot be made.
+    """
+    with tempfile.TemporaryDirectory() as nowhere:  # for the ranks that do not lead
+        output_dir = asked.output_dir
+        folder = new_folder(output_dir) if leads() else Path(nowhere)
+        parents = [place for place in folder.parents if not os.path.exists(place)]
+        make_folder(folder, output_dir)
+        try:
+            with locks.hold(folder):  # shows that the sweep is alive
+                begin(folder, len(asked.jobs), command, output_dir, sweeps)
+                yield folder
+        finally:
+            if asked.dry or not (folder / HEAD).exists():  # the disk was full from the beginning
+                shutil.rmtree(folder, ignore_errors=True)
+                for place in parents:
+                    with contextlib.suppress(OSError):  # other processes are at work there
+                        place.rmdir()
+
+
+def begin(
+    folder: Path,
+    jobs: int,
+    command: str,
+    output_dir: str,
+    sweeps: Sequence[Sequence[str]] = (),
+) -> None:
+    """Begin the record of a sweep of ``jobs`` jobs; the other arguments are those of
+    :func:`recorded`."""
+    content = {
+        "begun": time.time(),
+        "jobs": jobs,
+        "command": command,
+        "output_dir": output_dir,
+        "sweeps": [list(words) for words in sweeps],
+    }
+    atomic.write(folder / HEAD, json.dumps(content) + "\n")
+
+
+def begins(
+    folder: Path, number: int, overrides: list[str], run: Path, launched: bool = True
+) -> None:
+    """Note that a run of job ``number``, counted from 1, begins in this process. ``launched``:
+    whether the sweep's process has started this one; else it may be on another host.
+    """
+    line = {"job": number, "overrides": overrides, "folder": str(run), "begun": time.time()}
+    _note(folder, {**line, "process": os.getpid() if launched else 0}, "beginning of a run")
+
+
+def submits(folder: Path, number: int, overrides: list[str], run: str, queue: str) -> None:
+    """Note that job ``number`` is in a cluster's queue, under the id ``queue``."""
+    line = {"job": number, "overrides": overrides, "folder": run, "queue": queue}
+    _note(folder, line, "place in the queue")
+
+
+def add(
+    folder: Path,
+    outcome: dict[str, Any],
+    overrides: list[str],
+    seconds: float,
+    number: int | None = None,
+) -> None:
+    """Note the end of a job. ``number`` is that of its note at the beginning, if it has one."""
+    keys = ("status", "folder", "error", "metric", "metrics", "plan", "queue")
+    line = {key: outcome.get(key) for key in keys}
+    line |= {"overrides": overrides, "seconds": round(seconds, 3), "ended": time.time()}
+    _note(folder, line | {"job": number}, "end of this job")
+
+
+def note_signal(folder: Path, number: int) -> None:
+    """Note that a signal ends the sweep, so that no further job begins."""
+    _note(folder, {"signal": number}, "signal")
+
+
+def _note(folder: Path, line: dict[str, Any], what: str) -> None:
+    path = folder / JOBS
+    try:
+        with atomic.disk_errors(path), path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as error:  # later jobs may have room again
+        tell([f"{error.filename}: {error.strerror}; the {what} is not noted"])
+
+
+@dataclass(frozen=True)
+class Record:
+    """The record of a sweep as it was read.
+
+    ``ends`` has a line for each job that has ended. ``running`` has the last beginning of each that
+    has not, by number; a killed worker's job stays there. ``submitted`` has likewise those that were
+    put into a cluster's queue. ``signal`` is the one that ended the sweep."""
+
+    begun: float | None
+    jobs: int | None
+    command: str
+    output_dir: str
+    sweeps: list[list[str]]
+    ends: list[dict[str, Any]]
+    running: dict[int, dict[str, Any]]
+    submitted: dict[int, dict[str, Any]]
+    signal: int | None
+
+    @property
+    def at_work(self) -> set[int]:
+        """The processes of running jobs that the sweep's process has started."""
+        return {line["process"] for line in self.running.values()} - {0}
+
+    @property
+    def queued(self) -> dict[int, dict[str, Any]]:
+        """Those of the submitted that are still in the queue, where they wait or run."""
+        there = (queue.ids() if self.submitted else None) or ()
+        return {job: line for job, line in self.submitted.items() if line["queue"] in there}
+
+    def counts(self) -> dict[str, int]:
+        """Ended jobs by status, from those that went well to those that did not."""
+        counts = Counter(line["status"] for line in self.ends)
+        order = (
+            "finished",
+            "planned",
+            "skipped",
+            "running",
+            "queued",
+            "interrupted",
+            "failed",
+            "refused",
+            "killed",
+        )
+        return {status: counts[status] for status in order if counts[status]}
+
+    def done(self) -> str:
+        return f"{len(self.ends)} of {self.jobs or '?'} jobs done"
+
+    def times(self, running: bool) -> str:
+        """``25 s so far, 50 s left``; once the sweep has ended, the time that it took."""
+        passed, left = self.elapsed(running), self.seconds_left() if running else None
+        parts = []
+        if passed is not None:
+            parts.append(f"{span(passed)} so far" if running else span(passed))
+        if left is not None:
+            parts.append(f"{span(left)} left")
+        return ", ".join(parts)
+
+    def elapsed(self, running: bool) -> float | None:
+        """Seconds from the beginning to now, or to the last job's end once the sweep has ended."""
+        end = (
+            time.time()
+            if running
+            else max((line.get("ended") or 0.0 for line in self.ends), default=0.0)
+        )
+        return None if self.begun is None else max(end - self.begun, 0.0)
+
+    def seconds_left(self) -> float | None:
+        """Seconds to the end, estimated from the jobs that trained; None before the first of them
+        has ended, or where the number of jobs is not known. A job is taken to need their mean time
+        or, where several run at a time, the elapsed time divided by their number."""
+        times = [
+            line["seconds"]
+            for line in self.ends
+            if line["status"] not in UNTRAINED and "seconds" in line
+        ]
+        passed = self.elapsed(running=True)
+        if not times or not passed or self.jobs is None:
+            return None
+        return min(sum(times), passed) / len(times) * max(self.jobs - len(self.ends), 0)
+
+
+def read(folder: Path) -> Record:
+    """The present record. Lines that are missing or incomplete, as after a kill, are left out."""
+    lines: list[dict[str, Any]] = []
+    with contextlib.suppress(OSError):
+        lines, _ = documents.read_lines(folder / JOBS, _parse)
+    head: dict[str, Any] = {"begun": None, "jobs": None}
+    head |= {"command": "", "output_dir": "", "sweeps": []}
+    with contextlib.suppress(OSError, ValueError):
+        written = documents.read_json(folder / HEAD)
+        head |= {} if documents.misfit(written, BEGUN) else written
+    ends = [
+        {"job": None, "overrides": [], **line} for line in lines if not documents.misfit(line, END)
+    ]
+    runs = {line["job"]: line for line in lines if not documents.misfit(line, BEGINNING)}
+    waits = {line["job"]: line for line in lines if not documents.misfit(line, QUEUED)}
+    ended = {line["job"] for line in ends}
+    running = {job: runs[job] for job in sorted(runs.keys() - ended)}
+    submitted = {job: waits[job] for job in sorted(waits.keys() - ended)}
+    caught = next((line["signal"] for line in lines if type(line.get("signal")) is int), None)
+    about = {key: head[key] for key in ("begun", "jobs", "command", "output_dir", "sweeps")}
+    return Record(**about, ends=ends, running=running, submitted=submitted, signal=caught)
+
+
+# The record grows, and is read before each job: a thousand lines a thousand times.
+_parse = functools.lru_cache(maxsize=8192)(documents.parsed)
+
+
+def title(folder: Path, number: int, overrides: list[str]) -> str:
+    """The line above a job: ``[3/24] recipe=step seed=0 (12 min left)``."""
+    record = read(folder)
+    seconds = record.seconds_left()
+    ahead = "" if seconds is None else f" ({span(seconds)} left)"
+    return f"{name(record, {'job': number, 'overrides': overrides})}{ahead}"
+
+
+def name(record: Record, line: dict[str, Any]) -> str:
+    """A job's name, ``[3/24] recipe=step seed=0``, with the overrides in which jobs differ."""
+    sweeps = [{_bare(word) for word in sweep} for sweep in record.sweeps]
+    common = set.intersection(*sweeps) if sweeps else set()
+    words = [word for word in line["overrides"] if _bare(word) not in common] or line["overrides"]
+    return f"[{line['job']}/{record.jobs or '?'}] {_typed(words) or 'the defaults'}"
+
+
+def _typed(words: Sequence[str]) -> str:
+    """Overrides as one types them, without the ``++`` that Hydra needs for new keys."""
+    return " ".join(word.lstrip("+") for word in words)
+
+
+def _bare(word: str) -> str:
+    """A word for comparison: Hydra writes ``true`` as ``True``."""
+    return word.replace("\\", "").replace("'", "").lower()
+
+
+def log_of(folder: Path, number: int) -> Path:
+    """The file for the output of a job that runs side by side with others."""
+    return folder / f"job{number}.log"
+
+
+def is_own(folder: Path) -> bool:
+    """Whether this process has begun the record; it is no launcher's worker then."""
+    return re.search(rf"-{os.getpid()}(-|$)", folder.name) is not None
+
+
+def with_ends(folder: Path) -> Record:
+    """The record, with the present state of jobs that were left to another process. A job whose run
+    an earlier job plans counts as skipped, as it would when they run."""
+    record = read(folder)
+    ends, planned_runs = [_since(line) for line in record.ends], set[str]()
+    for number, line in enumerate(ends):
+        if line["status"] == "planned" and (run := line.get("folder")):
+            if run in planned_runs:
+                ends[number] = {**line, "status": "skipped", "plan": None}
+            planned_runs.add(run)
+    return replace(record, ends=ends)
+
+
+def summary(folder: Path) -> tuple[str, int]:
+    """The closing lines of a sweep; and 1 if a job failed or never reported, else 0. A job that
+    another process runs is left to that process; once it has ended, its end counts."""
+    record = with_ends(folder)
+    counts = {
+        status: number
+        for status, number in record.counts().items()
+        if status in ("finished", "skipped", "planned", "running", "queued")
+    }
+    failed = [line for line in record.ends if line["status"] not in counts]
+    queued = record.queued
+    missing = max((record.jobs or 0) - len(record.ends) - len(queued), 0)
+    elsewhere = {"running": "running in another process", "queued": "in Slurm already"}
+    parts = [f"{number} {elsewhere.get(status, status)}" for status, number in counts.items()]
+    if failed:
+        parts.append(f"{len(failed)} not done")
+    if queued:
+        parts.append(f"{len(queued)} in Slurm")
+    if missing:
+        parts.append(f"{missing} not reached")
+    passed = record.elapsed(running=True)
+    took = "" if passed is None else f"; {span(passed)}"
+    lines = [
+        f"sweep of {len(record.ends) + len(queued) + missing}: {', '.join(parts) or 'nothing done'}{took}"
+    ]
+    for line in failed:
+        words = _typed(line["overrides"])
+        said = ": ".join(filter(None, (line["status"], words, line.get("error"))))
+        lines.append(f"  {said}  {line.get('folder') or ''}".rstrip())
+    lines += queue_lines(record)
+    return "\n".join(lines), 1 if failed or missing else 0
+
+
+def queue_lines(record: Record) -> list[str]:
+    """How to end the jobs that are in the queue; none without one."""
+    arrays = dict.fromkeys(line["queue"].partition("_")[0] for line in record.queued.values())
+    how = f"  scancel {' '.join(arrays)} ends what is in Slurm, and each job saves its run first"
+    return [how] if arrays else []
+
+
+def in_queue(output_dir: str) -> dict[str, str]:
+    """By run folder, the job in the queue that a sweep with results in ``output_dir`` has submitted
+    for it."""
+    records = map(read, Path(output_dir, ".sweeps").glob("*"))
+    return {line["folder"]: line["queue"] for each in records for line in each.queued.values()}
+
+
+def _since(line: dict[str, Any]) -> dict[str, Any]:
+    """The present state of a job that was left to another process; other jobs' ends as they are."""
+    run = Path(line.get("folder") or "")
+    if line["status"] not in ("running", "queued"):
+        return line
+    if locks.is_locked(run):
+        return {**line, "status": "running"}
+    result = RunFolder(run)
+    if result.finished() is not None:
+        return {**line, "status": "skipped"}
+    if line.get("queue") in (queue.ids() or ()):
+        return {**line, "status": "queued"}
+    status = "killed" if result.is_finished else result.result.get("status", "killed")
+    return {**line, "status": status, "error": result.result.get("error")}
+
+
+def planned(folder: Path) -> list[str]:
+    """The runs that were only planned, one a line: recipe, ratio, what else is swept, steps, FLOPs."""
+    plans = [line for line in with_ends(folder).ends if line.get("plan")]
+    jobs = [line["overrides"] for line in plans]
+    swept = [key for key in _varying_keys(jobs) if key not in IN_PLAN]
+    rows = []
+    for line in plans:
+        words = {command_line.key(word): word.partition("=")[2] for word in line["overrides"]}
+        recipe, ratio, *rest = line["plan"].items()
+        rows.append(dict([recipe, ratio, *((key, words.get(key, "")) for key in swept), *rest]))
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)] if rows else []
+    return aligned(cells)
+
+
+def lines(folder: Path) -> list[str]:
+    """The commands that show a sweep's results, below its summary; none without a result."""
+    record = read(folder)
+    finished = [line for line in record.ends if line["status"] in ("finished", "skipped")]
+    places = [line["folder"] for line in finished if line.get("folder")]
+    if not places:
+        return []
+    varied = _varying_keys([line["overrides"] for line in record.ends])
+    # <dataset>/<model>/<recipe>/<ratio>/<run>
+    above = {str(Path(place).parents[3]) for place in places}
+    paths = above if len(above) == 1 else {str(Path(place).parents[4]) for place in places}
+    rows = [key for key in varied if key not in OWN_AXES]
+    words = ["nmrun", "table", *sorted(paths)]
+    if rows and rows != ["recipe"]:
+        words += ["--rows", ",".join(dict.fromkeys(["recipe", *rows]))]
+    return [f"  {shlex.join(words)}"]
+
+
+def _varying_keys(jobs: Sequence[Sequence[str]]) -> dict[str, None]:
+    """The keys in which jobs differ, in their order. A key that only some jobs have is one."""
+    said = [{command_line.key(word): word.partition("=")[2] for word in words} for words in jobs]
+    keys = dict.fromkeys(key for job in said for key in job)
+    return dict.fromkeys(key for key in keys if len({job.get(key) for job in said}) > 1)

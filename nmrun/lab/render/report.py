@@ -1,0 +1,198 @@
+"""``nmrun report``: one HTML file with everything about some runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pandas as pd
+from markupsafe import Markup
+
+from nmrun import atomic
+from nmrun.errors import ConfigError
+from nmrun.lab.compare import notation
+from nmrun.lab.compare.comparison import Query, TableSection, divide
+from nmrun.lab.compare.differences import against
+from nmrun.lab.compare.notation import label, short
+from nmrun.lab.compare.runs import read_runs
+from nmrun.lab.config.identity import is_in_id
+from nmrun.lab.records import status
+from nmrun.lab.render import captions, formats, plots, points, style
+from nmrun.lab.render.curves import History
+from nmrun.lab.render.formats import Grid, Line
+from nmrun.lab.runs.run_folder import RunFolders
+from nmrun.patterns import RATIO_KEYS
+
+MOST_LINES = 200  # at most so many lines of a list; the rest is counted
+# keys without a dot that are part of a config
+OWN = ("recipe", "sparsity", "dataset", "model", "optimizer", "schedule")
+COLUMNS = ("recipe", "sparsity", "dataset", "model", "seed")  # of runs, before their metric
+
+
+def write(paths: Sequence[str], query: Query, target: Path) -> None:
+    """Write the report of the runs below ``paths``, whole or not at all.
+
+    An empty baseline is dense, where there is such a row. Raises ConfigError for a baseline that no
+    part has.
+    """
+    folders = RunFolders()
+    parts = divide(read_runs(paths, folders=folders), replace(query, baseline=""))
+    runs = pd.concat([part.table.runs for part in parts])
+    every = [run for path in paths for run in status.runs(Path(path), folders)]
+    states = list({os.path.realpath(run.folder): run for run in every}.values())
+    counts = Counter(run.state for run in states)
+    counts.update(runs["status"][~runs["folder"].map(os.path.isdir)])  # of CSV files
+    order = [*status.STATES, *sorted(set(counts) - set(status.STATES))]
+    differing, common = _settings(runs)
+    environments, versions = _environments(runs, folders)
+    text = formats.document(
+        "report.html",
+        title=f"nmrun: {', '.join(paths)}",
+        heading=", ".join(paths),
+        made=time.strftime("%Y-%m-%d %H:%M"),
+        counted=", ".join(f"{counts[state]} {state}" for state in order if counts[state]),
+        command=shlex.join(["nmrun", *sys.argv[1:]]),
+        sections=_sections(parts, query.baseline, folders),
+        unfinished=[run for run in states if run.state != "finished"],
+        run_keys=[*(key for key in differing if key in COLUMNS), "status"],
+        setting_keys=[key for key in differing if key not in COLUMNS],
+        run_metric=", ".join(dict.fromkeys(notation.labelled(part.table.metric) for part in parts)),
+        runs=_runs(parts, differing, target, folders),
+        configurations=_combinations(runs, [key for key in differing if key != "seed"]),
+        common=formats.html_table(
+            Grid([], 1, ["key", "value"], [([key], [(value, False)]) for key, value in common])
+        ),
+        common_count=len(common),
+        environments=environments,
+        versions=versions,
+        most=MOST_LINES,
+    )
+    atomic.write(target, text, shared=True)
+
+
+def _sections(
+    parts: Sequence[TableSection], baseline: str, folders: RunFolders
+) -> list[dict[str, Any]]:
+    sections, refused = [], []
+    for number, part in enumerate(parts, 1):
+        table = part.table
+        try:
+            table = against(table, baseline or "dense")
+        except ConfigError as error:
+            refused.append(error)
+        history, pictures = History(table, folders), []
+        for kind, about in plots.PLOTS.items():
+            if kind in ("ratio", "flops") and points.alone(table):
+                continue
+            figure = plots.draw(kind, history, plots.logged(table), style.Layout(title=""))
+            if figure is not None:
+                name = f"part-{number}-{kind}"
+                svg = style.embedded(figure, name)
+                pictures.append(
+                    {"id": name, "svg": svg, "about": f"{about.about}; {style.seeds(table)}"}
+                )
+        values, *differences = formats.grids(table)
+        if values.caption[0] == captions.title(table):  # the section's heading says it
+            values = replace(values, caption=values.caption[1:])
+        tables = [formats.html_table(grid) for grid in (values, *differences)]
+        sections.append({"title": _title(part), "tables": tables, "pictures": pictures})
+    if baseline and len(refused) == len(parts):
+        raise refused[0]
+    return sections
+
+
+def _title(part: TableSection) -> str:
+    settings = [f"{key}={value}" for key, value in part.settings.items() if value != "-"]
+    return "; ".join(filter(None, [captions.title(part.table), ", ".join(settings)]))
+
+
+def _runs(
+    parts: Sequence[TableSection], keys: Sequence[str], target: Path, folders: RunFolders
+) -> list[dict[str, Any]]:
+    """Every run with its metric, folder, settings and command."""
+    first = [key for key in keys if key in COLUMNS]
+    rows = []
+    for part in parts:
+        for run in part.table.runs.to_dict("records"):
+            folder, seconds = os.path.relpath(run["folder"], target.parent), run["seconds"]
+            value = run.get(part.table.metric, math.nan)
+            known = not pd.isna(value) and math.isfinite(value)
+            rows.append(
+                {
+                    "labels": [*(short(label(run[key])) for key in first), run["status"]],
+                    "settings": [short(label(run[key])) for key in keys if key not in first],
+                    "value": notation.printed(value, part.table.metric) if known else "-",
+                    "seconds": "-" if pd.isna(seconds) else f"{seconds:.1f}",
+                    "link": quote(f"{folder}/") if os.path.isdir(run["folder"]) else "",
+                    "name": label(run["id"]),
+                    "command": status.typed(status.command(folders[run["folder"]])),
+                }
+            )
+    return rows
+
+
+def _settings(runs: pd.DataFrame) -> tuple[list[str], list[tuple[str, str]]]:
+    """The keys of a run's id that differ, recipe and ratio first, and the keys that do not differ,
+    with their value."""
+    dotted = [
+        key
+        for key in runs.columns
+        if "." in key and "/" not in key and not key.endswith(".name") and key not in RATIO_KEYS
+    ]
+    labels = runs[[*(key for key in OWN if key in runs), *dotted, "seed"]].map(label)
+    keys = [str(key) for key in labels]
+    same = [key for key in keys if labels[key].nunique() == 1]
+    differing = [key for key in keys if key not in same and is_in_id(key)]
+    return differing, [(key, labels[key].iloc[0]) for key in same]
+
+
+def _combinations(runs: pd.DataFrame, differing: Sequence[str]) -> Markup:
+    labels = runs[[*differing, "seed"]].map(label)
+    seeds: dict[tuple[str, ...], set[str]] = {}
+    for *values, seed in labels.itertuples(index=False, name=None):
+        seeds.setdefault(tuple(values), set()).add(seed)
+    lines: list[Line] = [
+        (
+            [short(value) for value in values],
+            [(", ".join(sorted(group, key=lambda seed: (len(seed), seed))), False)],
+        )
+        for values, group in seeds.items()
+    ]
+    caption = f"{len(lines)} combinations" + (
+        f", of which {MOST_LINES} are shown" if len(lines) > MOST_LINES else ""
+    )
+    return formats.html_table(
+        Grid([caption], len(differing), [*differing, "seeds"], lines[:MOST_LINES])
+    )
+
+
+def _environments(runs: pd.DataFrame, folders: RunFolders) -> tuple[Markup, int]:
+    """The environments of the runs, counted; and the number of versions of the code."""
+    counts: Counter[str] = Counter()
+    for folder, commit in zip(runs["folder"], runs["commit"], strict=True):
+        of_file = {"commit": label(commit)}
+        made_with = folders[folder].result.get("environment", of_file)
+        counts[
+            json.dumps({key: value for key, value in made_with.items() if key != "command"})
+        ] += 1
+    environments = [(json.loads(text), count) for text, count in counts.most_common(MOST_LINES)]
+    keys = list(dict.fromkeys(key for environment, _ in environments for key in environment))
+    lines: list[Line] = [
+        (
+            ["" if environment.get(key) is None else str(environment[key]) for key in keys],
+            [(str(count), False)],
+        )
+        for environment, count in environments
+    ]
+    commits = {environment.get("commit") for environment, _ in environments}
+    return formats.html_table(Grid([], len(keys), [*keys, "runs"], lines)), len(commits)

@@ -1,0 +1,678 @@
+"""Experiments: every file composes at every scale, the published figures have their place, and one
+smoke goes from nothing to the table.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import result_of
+from verbs import verb
+
+from nmrun.errors import ConfigError
+from nmrun.lab.compare.comparison import Query
+from nmrun.lab.config import composition, experiment, identity, precheck, rules, schema
+from nmrun.lab.config.composition import Cache
+from nmrun.lab.keys.config import flatten
+from nmrun.lab.keys.recipe_facts import recipe_facts
+from nmrun.lab.render import cli as report
+from nmrun.lab.render import experiments
+from nmrun.lab.runs.run_folder import weights_in
+from nmrun.lab.sweeps import jobs
+from nmrun.lab.train.optimizers import scheduled
+from nmrun.recipes import RECIPES
+
+composition.register()
+COMPOSED: Cache = {}  # as the sweeps of one command line share them
+NAMES = experiment.names()
+EMBEDDED = (
+    *("digits", "generated_text", "generated_questions"),
+    *("stdlib_text", "stdlib_text_all", "copy_reverse"),
+)
+EVERY = list(itertools.product(NAMES, experiment.SCALES))
+SMOKES_FIRST = [
+    pytest.param(name, scale, marks=() if scale == "smoke" else pytest.mark.slow)
+    for name, scale in EVERY
+]
+OWN = """
+title: Own
+source: nobody
+sweep: [recipe=dense seed=0, "recipe=ste,sr_ste sparsity=2:4 seed=0"]
+scales: {smoke: trainer.epochs=2 trainer.limit_batches=3}
+report: {metric: test/accuracy, baseline: dense, figures: [curves eval/accuracy]}
+paper: {source: "page 3 of a book", values: {ste: {"2:4": 77.10}, nowhere: {"2:4": 1, "1:8": 2}}}
+"""
+
+
+@functools.cache
+def configs_of(name: str, scale: str) -> list[schema.Config]:
+    return experiment.configs(experiment.load(name), scale, cache=COMPOSED)
+
+
+def label(config: schema.Config, key: str) -> str:
+    """A config's value as tables show it."""
+    if key == "sparsity":
+        return str(config.pattern) if config.pattern else "dense"
+    value = (
+        config.plain[key]
+        if "." not in key
+        else config.plain[key.partition(".")[0]].get(key.partition(".")[2], "-")
+    )
+    return str(value["name"] if isinstance(value, dict) else value)
+
+
+# --- the files ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "scale"), SMOKES_FIRST)
+def test_every_job_is_accepted(name, scale, monkeypatch):
+    refusals = rules.refusals  # as on a machine with the data and a GPU
+    monkeypatch.setattr(rules, "refusals", lambda plain, here: refusals(plain, False))
+    sweeps = experiment.expand([f"experiment={name}", f"scale={scale}"], multirun=True)
+    jobs, accepted = 0, {}
+    for words in sweeps:
+        seeds = [word for word in words if word.startswith("seed=")]
+        others = tuple(word for word in words if word not in seeds)
+        if others not in accepted:  # one seed is as good as another
+            asked = precheck.read([[*others, "seed=0"]], multirun=True, cache=COMPOSED)
+            accepted[others] = len(asked.jobs)
+        jobs += accepted[others] * (seeds[-1].count(",") + 1 if seeds else 1)
+    assert 2 <= jobs <= (30 if scale == "smoke" else 440)
+    for words in sweeps if scale == "smoke" else []:
+        values = dict(word.split("=", 1) for word in words)
+        assert values["dataset"] in EMBEDDED
+        assert int(values.get("trainer.epochs", 12)) <= 12
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if experiment.load(name).paper])
+def test_published_figures_have_their_place_in_the_sweep(name):
+    asked = experiment.load(name)
+    there = {
+        tuple(
+            " ".join(label(config, key) for key in keys.split(","))
+            for keys in (asked.rows, asked.cols)
+        )
+        for config in configs_of(name, "paper")
+    }
+    for row, cells in asked.paper.items():
+        for column, printed in cells.items():
+            assert (row, column) in there
+            assert 0 < float(printed) < 100
+    assert asked.paper_source
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize(("name", "scale"), EVERY)
+def test_rows_and_columns_are_keys_of_the_runs(name, scale):
+    asked, configs = experiment.load(name), configs_of(name, scale)
+    for key in {*asked.rows.split(","), *asked.cols.split(",")} - {"metric", "dataset.task"}:
+        assert any(label(config, key) != "-" for config in configs), key
+    assert ("metric" in asked.cols.split(",")) or "," not in (asked.metric or "")
+    assert len({identity.run_folder(config) for config in configs}) == len(configs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cell_of_the_table_has_a_seed_once(name):
+    asked = experiment.load(name)
+    keys = {*asked.rows.split(","), *asked.cols.split(","), "dataset", "dataset.task", "model"}
+    cells = [
+        (config.seed, *(label(config, key) for key in sorted(keys - {"metric"})))
+        for config in configs_of(name, "smoke")
+    ]
+    assert len(set(cells)) == len(cells)
+
+
+def test_smokes_share_runs():
+    folders = [
+        {identity.run_folder(config) for config in configs_of(name, "smoke")}
+        for name in ("step_cifar10", "step_cifar100", "s_ste_deit")
+    ]
+    assert folders[0] == folders[1]
+    assert not folders[0] & folders[2]
+
+
+def test_a_sweep_for_each_scale(tmp_path):
+    each = OWN.replace("sweep: [", "sweep: {smoke: recipe=ste seed=0, small: [").replace(
+        '2:4 seed=0"]', '2:4 seed=0"]}'
+    )
+    (tmp_path / "own.yaml").write_text(
+        each.replace("scales: {smoke:", "scales: {small: trainer.epochs=3, smoke:")
+    )
+    asked = experiment.load(str(tmp_path / "own.yaml"))
+    assert asked.overrides("smoke") == [
+        ["recipe=ste", "seed=0", "trainer.epochs=2", "trainer.limit_batches=3"]
+    ]
+    assert [words[-1] for words in asked.overrides("small")] == ["trainer.epochs=3"] * 2
+    (tmp_path / "own.yaml").write_text(each)  # a sweep of a scale that is not there
+    with pytest.raises(ConfigError, match="sweep: one for each of smoke, or one for all"):
+        experiment.load(str(tmp_path / "own.yaml"))
+
+
+def test_s_ste_gpt2_is_the_authors_pre_training():
+    """thu-ml/2by4-pretrain-acc-examples: config/train_gpt2.py, train.py, README."""
+    every = configs_of("s_ste_gpt2", "paper")
+    for config in every:
+        assert config.trainer.batch_size == 8 * 8 * 8
+        assert config.trainer.epochs * config.trainer.limit_batches == 300_000
+        assert config.optimizer.decay == "matrices"
+        assert config.optimizer.lr * config.schedule.final == pytest.approx(1e-5, rel=1e-3)
+        assert config.model.bias is False
+        assert config.trainer.evaluate == "both"
+    of_masks = [c for c in every if c.recipe.name == "t_sr_ste"]
+    assert {(c.model.name, c.recipe.options["decay"]) for c in of_masks} == {
+        ("gpt2", 6e-5),
+        ("gpt2_medium", 2e-4),
+        ("gpt2_large", 6e-5),
+    }
+    assert {c.recipe.options["dense_end"] for c in of_masks} == {0.0, 0.1667}
+    assert {c.trainer.mvue for c in of_masks} == {"2:4"}
+    assert len(every) == 3 * (2 + 2 + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["s_ste_glue", "s_ste_squad"])
+def test_what_is_fine_tuned_is_what_the_other_experiments_leave(name):
+    """The folders that init names, and networks of the same size."""
+    for scale, before in (("paper", "s_ste_gpt2"), ("small", "step_gpt2")):
+        left = {str(identity.run_folder(c)): c for c in configs_of(before, scale)}
+        for config in configs_of(name, scale):
+            folder, file = weights_in(config.init)
+            of = left[str(folder.path)]
+            assert file == "model.safetensors" or of.trainer.evaluate == "both"
+            if scale == "paper":
+                options, theirs = config.model.mapping(), of.model.mapping()
+                same = ("layers", "heads", "width", "bias")
+                assert [options[key] for key in same] == [theirs[key] for key in same]
+                assert options["embeddings"] == of.dataset.mapping()["vocabulary"]
+                assert options["context"] == of.dataset.mapping()["context"]
+                soft = config.recipe.name == "s_ste"
+                assert (config.trainer.mvue, config.trainer.fp8) == (
+                    ("2:4", True) if soft else (None, False)
+                )
+    pairs = {(left_by(c.init), c.recipe.name) for c in configs_of(name, "paper")}
+    of_dense = {("sr_ste dense", "dense"), ("t_sr_ste dense", "dense")}
+    table_6 = {("dense", "dense"), ("t_sr_ste", "dense"), ("s_ste", "s_ste"), *of_dense}
+    assert pairs == table_6 | {("s_ste", "ste"), ("sr_ste", "s_ste"), ("sr_ste", "ste")}
+
+
+def left_by(init: str) -> str:
+    folder, file = weights_in(init)
+    return folder.path.parts[-3] + " dense" * (file == "dense.safetensors")
+
+
+def test_the_ablations_of_s_ste_differ_from_its_runs_in_one_thing():
+    """Tables 1 and 2 and figure 4 have S-STE itself among their runs: that of s_ste_wmt."""
+    folders = {
+        identity.run_folder(c) for c in configs_of("s_ste_wmt", "paper") if c.recipe.name == "s_ste"
+    }
+    for name in ("s_ste_scale", "s_ste_threshold", "s_ste_flips"):
+        every = [c for c in configs_of(name, "paper") if c.recipe.name == "s_ste"]
+        assert folders <= {identity.run_folder(c) for c in every}
+        for config in every:
+            defaults = {"gamma": 0.0, "fit": "mse", "beta": None, "interval": None}
+            changed = [
+                key for key, value in defaults.items() if config.recipe.options[key] != value
+            ]
+            assert len(changed) <= 1
+    (unscaled,) = [
+        c for c in configs_of("s_ste_ablation", "paper") if c.recipe.options.get("beta") is not None
+    ]
+    assert unscaled.recipe.options["beta"] == 1.0
+    assert (unscaled.trainer.mvue, unscaled.trainer.fp8) == (None, False)
+
+
+def test_s_ste_mvue_is_the_beginning_of_the_pre_training():
+    """The table's caption: GPT-2 774M, 4,000 steps."""
+    whole = configs_of("s_ste_gpt2", "paper")[0]
+    long = scheduled(whole.schedule.mapping(), 1.0, 300_000)
+    every = configs_of("s_ste_mvue", "paper")
+    for config in every:
+        factor = scheduled(config.schedule.mapping(), 1.0, 4000)
+        assert config.trainer.epochs * config.trainer.limit_batches == 4000
+        assert [factor(s) for s in range(4000)] == pytest.approx(
+            [long(s) for s in range(4000)], 1e-4
+        )
+        assert (config.model.name, config.trainer.batch_size) == ("gpt2_large", 512)
+    pairs = {(c.trainer.mvue, c.trainer.input_gradient) for c in every if c.recipe.name == "s_ste"}
+    assert pairs == {(a, b) for a in (None, "2:4") for b in ("exact", "mvue")}
+
+
+def test_activations_begin_with_a_thousand_dense_steps_and_end_with_a_dense_fifth():
+    every = configs_of("activations", "paper")
+    pruned = [c.trainer for c in every if c.trainer.activations]
+    assert {round(t.activations_dense_start * 300_000, -1) for t in pruned} == {990}
+    assert {t.activations_dense_end for t in pruned} == {0.0, 0.2}
+    assert {(c.recipe.name, c.trainer.activations) for c in every} == {
+        (recipe, pattern) for recipe in ("dense", "s_ste") for pattern in (None, "2:4", "64:2:8")
+    }
+
+
+# at paper scale: facebookresearch/deit; zyxxmu/LBC; aojunzz/NM-sparsity; vit_base_training.yaml of progressive_gradient_flow_nm
+PUBLISHED_SETTINGS = {
+    "s_ste_deit": {
+        "trainer.epochs": 300, "trainer.batch_size": 1024, "optimizer.lr": 5e-4 * 1024 / 512, "optimizer.weight_decay": 0.05,
+        "schedule.warmup": pytest.approx(5 / 300, rel=0.01), "schedule.final": pytest.approx(1e-5 / 1e-3), "trainer.label_smoothing": 0.1,
+        "dataset.mixup": 0.8, "dataset.cutmix": 1.0, "dataset.erasing": 0.25,
+    },
+    "lbc_resnet": {
+        "trainer.epochs": 120, "trainer.batch_size": 256, "optimizer.lr": 0.1, "optimizer.momentum": 0.9, "optimizer.weight_decay": 1e-4,
+        "optimizer.decay": "matrices", "trainer.label_smoothing": 0.1, "schedule.warmup": pytest.approx(5 / 120, rel=0.01),
+    },
+    "sr_ste_resnet": {
+        "trainer.epochs": 120, "trainer.batch_size": 256, "optimizer.lr": 0.1, "optimizer.momentum": 0.9, "optimizer.weight_decay": 5e-5,
+        "schedule.warmup": pytest.approx(5 / 120, rel=0.01),
+    },
+    "gradient_flow_vit": {
+        "trainer.epochs": 350, "trainer.batch_size": 4096, "optimizer.lr": 1e-3, "optimizer.weight_decay": 0.01, "trainer.clip": 1.0,
+        "schedule.warmup": pytest.approx(15 / 350, rel=0.01), "schedule.final": pytest.approx(1e-7 / 1e-3), "dataset.mixup": 0.5,
+        "dataset.randaugment_magnitude": 15, "model.dropout": 0.1, "model.stochastic_depth": 0.1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "settings"), PUBLISHED_SETTINGS.items())
+def test_settings_at_paper_scale_are_those_of_the_authors_code(name, settings):
+    for config in configs_of(name, "paper"):
+        flat = flatten(config.plain)
+        assert {key: flat[key] for key in settings} == settings
+
+
+def test_step_on_glue_has_both_windows():
+    windows = {
+        c.recipe.options["window"]
+        for c in configs_of("step_glue", "paper")
+        if c.recipe.name == "step"
+    }
+    assert windows == {"full", "partial"}
+
+
+def test_asp_on_imagenet_trains_twice():
+    for config in configs_of("asp_imagenet", "paper"):
+        factor = scheduled(config.schedule.mapping(), 1.0, 1000)
+        if config.recipe.name == "asp":
+            assert config.recipe.options["prune_at"] == 0.5
+            assert factor(499) < 1e-4  # the dense training is over
+            assert [factor(s) for s in range(500)] == [factor(s) for s in range(500, 1000)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("compare_")])
+def test_comparisons_differ_in_recipe_and_ratio_alone(name):
+    """Nothing that is not swept differs between the recipes: what does is for nmrun tune to find."""
+    for config in itertools.chain(*(configs_of(name, scale) for scale in experiment.SCALES)):
+        declared = recipe_facts(RECIPES[config.recipe.name]).keys
+        assert config.recipe.options == {key: field.default for key, field in declared.items()}
+    for scale in experiment.SCALES:
+        alike: dict[str, set[str]] = {}
+        for config in configs_of(name, scale):
+            values = {
+                key: value
+                for key, value in flatten(config.plain).items()
+                if not key.startswith(("recipe.", "sparsity.", "seed"))
+            }
+            alike.setdefault(config.recipe.name, set()).add(json.dumps(values, sort_keys=True))
+        # what a recipe has at most: dense has all but ratios, STEP has no SGD
+        assert all(settings <= alike["dense"] for settings in alike.values())
+
+
+def test_gradient_flow_has_the_phases_of_the_authors_code():
+    """vit_base_training.yaml and swin_v2_base_training.yaml."""
+    settings = {
+        (c.recipe.name, c.recipe.options.get("tau"), c.recipe.options.get("dense"))
+        for c in configs_of("gradient_flow_vit", "paper")
+    }
+    assert {("mdgf_exponential", 1e-4, 0.0), ("mdgf_linear", 8e-4, 0.0)} <= settings
+    assert {dense for name, _, dense in settings if "gf" in name} == {0.0}
+    assert {c.optimizer.decay for c in configs_of("gradient_flow_vit", "paper")} == {"matrices"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_larger_scale_replaces_nothing_of_a_sweep_but_its_seeds(name):
+    every = experiment.load(name)
+    for scale in every.sweeps.keys() - {"smoke"}:
+        of_scale = {word.partition("=")[0] for word in shlex.split(every.scales[scale])}
+        of_sweeps = {w.partition("=")[0] for line in every.sweeps[scale] for w in shlex.split(line)}
+        assert of_scale & of_sweeps <= {"seed", "zip"}
+
+
+# --- overrides ------------------------------------------------------------------------------------
+
+
+def test_the_scale_wins_over_the_sweep_and_the_command_line_over_both():
+    asked = experiment.load("step_cifar10")
+    assert "seed=0,1,2" in asked.overrides("small")[0]
+    assert "seed=0,1" in asked.overrides("smoke")[0]
+    words = asked.overrides("smoke", ["seed=7", "+recipe=ste", "optimizer.lr=1"])[0]
+    assert [word for word in words if word.startswith("seed")] == ["seed=7"]
+    assert [word for word in words if "recipe" in word] == ["+recipe=ste"]
+    assert "optimizer.lr=1" in words
+
+
+def test_small_is_the_default_and_several_run_one_after_the_other():
+    both = experiment.expand(["experiment=step_cifar10,step_glue", "seed=5"], multirun=True)
+    assert both == experiment.load("step_cifar10").overrides("small", ["seed=5"]) + experiment.load(
+        "step_glue"
+    ).overrides("small", ["seed=5"])
+    assert experiment.expand(["recipe=ste"], multirun=False) == [["recipe=ste"]]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("title: Own", "tilte: Own", "tilte: no such key; did you mean title?"),
+        ("report: {", "report: {colums: recipe, ", "report.colums: no such key"),
+        ("{smoke:", "{huge:", "scales: they are called smoke, small, paper"),
+        ("[curves", "[curve", "report.figures: curve: no such kind; did you mean curves?"),
+        ("title: Own", "title: [", "not YAML"),
+        ("title: Own", "title: 2026-99-99", "not YAML"),
+        ("source: nobody", "", "without source"),
+        (OWN, "", "it takes the keys title, source"),
+        (OWN, "[a]", "it takes the keys title, source"),
+        ("title: Own", "title: Own\n5: x", "5: no such key"),
+        ("title: Own", "title: [Own]", "title: it takes a text"),
+        ("sweep: [recipe=dense", "sweep: [3, recipe=dense", "sweep: it takes a line of overrides"),
+        ("sweep: [recipe=dense", "sweep: [recipe='dense", "sweep: it takes a line of overrides"),
+        (OWN, OWN.replace("sweep:", "sweep: 3 #"), "sweep: it takes a line of overrides"),
+        ("{smoke: ", "{smoke: null, small: ", "scales: it takes for each of smoke, small, paper"),
+        ("{smoke: ", "{smoke: 3, small: ", "scales: it takes for each of smoke, small, paper"),
+        (OWN, OWN.replace("scales:", "scales: smoke #"), "scales: it takes for each of"),
+        (OWN, OWN.replace("report:", "report: 3 #"), "report: it takes the keys rows, cols"),
+        ("report: {", "report: {colls: recipe, ", "did you mean cols?"),
+        ("report: {", "report: {rows: [recipe], ", "report.rows: it takes a text"),
+        ("[curves eval/accuracy]", "null", "report.figures: it takes a list of texts"),
+        ("[curves eval/accuracy]", "[3]", "report.figures: it takes a list of texts"),
+        (OWN, OWN.replace("paper:", "paper: 3 #"), "paper: it takes the keys source, values"),
+        (OWN, OWN.replace("paper: {source:", "paper: {sorce:"), "paper.sorce: no such key"),
+        ("{ste: {", "{sr_ste: 77.1, ste: {", "paper.values: it takes rows"),
+    ],
+)
+def test_a_file_that_is_no_experiment(old, new, says, tmp_path):
+    (tmp_path / "own.yaml").write_text(OWN.replace(old, new))
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        experiment.load(str(tmp_path / "own.yaml"))
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A folder with experiments as users of Hydra write them."""
+    (tmp_path / "experiment").mkdir()
+    first = "# @package _global_\ndefaults: [override /recipe: asp, override /optimizer: sgd]\n"
+    second = "# @package _global_\ndefaults: [override /hydra/launcher: joblib]\n"
+    texts = {
+        "one": f"{first}seed: 7\ntrainer: {{epochs: 2}}\noptimizer: {{lr: 0.2}}\n",
+        "two": f"{second}hydra: {{sweeper: {{params: {{seed: '4,5'}}}}}}\nrecipe: {{decay: 0.1}}\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / "experiment" / f"{name}.yaml").write_text(text)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("word", ["experiment=one", "+experiment=one"])
+def test_an_experiment_of_ones_own_is_composed_as_by_hydra(word, own):
+    (job,) = jobs.checked([word, "trainer.epochs=3"], False, own).jobs
+    config = job.config
+    assert (config.recipe.name, config.optimizer.name) == ("asp", "sgd")
+    assert (config.seed, config.optimizer.lr, config.trainer.epochs) == (7, 0.2, 3)
+    (job,) = jobs.checked([word, "recipe=ste"], False, own).jobs
+    assert job.config.recipe.name == "ste"
+
+
+def test_experiments_of_ones_own_are_swept(own):
+    asked = jobs.checked(["experiment=one,two", "seed=0,1"], True, own)
+    assert [(job.config.recipe.name, job.config.seed) for job in asked.jobs] == [
+        ("asp", 0), ("asp", 1), ("sr_ste", 0), ("sr_ste", 1)
+    ]  # fmt: skip
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs joblib's launcher")
+    asked = jobs.checked(["experiment=two"], True, own)
+    assert asked.launcher == "joblib"
+    assert [(job.config.seed, job.config.recipe.options["decay"]) for job in asked.jobs] == [
+        (4, 0.1), (5, 0.1)
+    ]  # fmt: skip
+    (job,) = jobs.checked(["experiment=two"], False, own).jobs  # one run has no launcher
+    assert job.config.seed == 0
+
+
+def test_experiments_of_ones_own_are_told_from_the_papers(own):
+    with pytest.raises(ConfigError, match="one of --config-dir, step_cifar10 not"):
+        jobs.checked(["experiment=one,step_cifar10"], True, own)
+    with pytest.raises(ConfigError, match="no such experiment"):
+        jobs.checked(["experiment=one"], True)
+
+
+def test_an_experiment_of_a_recipe_of_ones_own_has_its_runs(tmp_path):
+    file = tmp_path / "own.yaml"
+    sweep = "recipe._target_=runs.Mine recipe.strength=1,2 seed=0"
+    file.write_text(f"title: a\nsource: b\nsweep: {sweep}\nscales: {{smoke: model=mlp}}\n")
+    found = experiment.load(str(file))
+    strengths = [run.plain["recipe"]["strength"] for run in experiment.configs(found, "smoke")]
+    assert strengths == [1, 2]
+    with pytest.raises(ConfigError) as refused:
+        experiments.sections([found], "smoke", ['output_dir="a b"'], Query())
+    command = re.search(r"finished; nmrun (.*) makes them$", str(refused.value))
+    _, *words = shlex.split(command[1])  # -m
+    assert experiment.expand(words, True) == found.overrides("smoke", ['output_dir="a b"'])
+
+
+# --- from nothing to the table --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory) -> Path:
+    """A folder with an experiment of one's own whose three runs are made: the command line in a
+    process of its own, as users do.
+    """
+    import preloaded
+
+    folder = tmp_path_factory.mktemp("swept")
+    (folder / "own.yaml").write_text(OWN)
+    line = ("-m", "experiment=own.yaml", "scale=smoke", "track=local", "trainer.threads=1")
+    process = preloaded.run(line, folder, 300, dict(os.environ))
+    assert process.returncode == 0, process.stderr
+    assert [f"[{i}/3]" in process.stdout for i in (1, 2, 3)] == [True] * 3
+    assert "sweep of 3: 3 finished" in process.stdout
+    return folder
+
+
+def show(swept: Path, monkeypatch, capsys, *options: str) -> tuple[int, str, str]:
+    monkeypatch.chdir(swept)
+    status = report.table(
+        [
+            "--experiment",
+            "own.yaml",
+            "--scale",
+            "smoke",
+            "track=local",
+            "trainer.threads=1",
+            *options,
+        ]
+    )
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.slow
+def test_the_folders_are_those_that_the_table_looks_for(swept, monkeypatch):
+    monkeypatch.chdir(swept)
+    expected = {
+        str(identity.run_folder(c))
+        for c in experiment.configs(experiment.load("own.yaml"), "smoke", ["trainer.threads=1"])
+    }
+    assert {str(path.parent) for path in Path("outputs").rglob("result.json")} == expected
+
+
+def test_our_figures_and_the_papers(swept, monkeypatch, capsys):
+    status, out, err = show(swept, monkeypatch, capsys)
+    assert (status, err) == (0, "")
+    assert "(paper): page 3 of a book" in out
+    lines = [
+        [cell.strip(" *") for cell in line.strip("|").split("|")]
+        for line in out.splitlines()
+        if line.startswith("| ")
+    ]
+    table = lines[: [line[0] for line in lines].index("recipe", 1)]
+    results = [result_of(path.parent) for path in (swept / "outputs").rglob("result.json")]
+    ours = {
+        r["config"]["recipe"]["name"]: f"{100 * r['metrics']['final']['test/accuracy']:.1f} (1)"
+        for r in results
+    }
+    assert table[:4] == [
+        ["recipe", "2:4"],
+        ["dense", ours["dense"]],
+        ["ste", ours["ste"]],
+        ["ste (paper)", "77.1"],
+    ]
+    assert table[4:] == [["sr_ste", ours["sr_ste"]], ["nowhere (paper)", "1"]]
+    assert "Difference to dense" in out
+
+
+@pytest.mark.parametrize("style", ["markdown", "latex"])
+def test_published_figures_are_of_the_experiments_own_rows(swept, monkeypatch, capsys, style):
+    words = ("--rows", "recipe,seed", "--format", style)
+    status, out, _ = show(swept, monkeypatch, capsys, *words)
+    assert status == 0
+    assert "77.1" not in out
+    assert "page 3 of a book" not in out
+
+
+@pytest.mark.parametrize(("option", "key"), [("--rows", "recpie"), ("--cols", "sparsityy")])
+def test_a_mistyped_key_of_a_user_is_one_line(swept, monkeypatch, capsys, option, key):
+    monkeypatch.chdir(swept)
+    words = ("--experiment", "own.yaml", "--scale", "smoke", "trainer.threads=1", option, key)
+    assert verb("table", *words) == 2
+    assert capsys.readouterr().err.startswith(
+        f"nmrun: {key}: no such key in these runs; did you mean"
+    )
+
+
+def test_a_run_that_is_not_there_is_seen(swept, monkeypatch, capsys):
+    out = show(swept, monkeypatch, capsys, "seed=0,1")[1]
+    assert out.count("(1, 1 missing)") == 3
+
+
+def test_an_unknown_metric_is_one_line(swept, monkeypatch, capsys):
+    monkeypatch.chdir(swept)
+    (swept / "other.yaml").write_text(OWN.replace("test/accuracy", "test/acuracy"))
+    assert verb("table", "--experiment", "other.yaml", "--scale", "smoke", "trainer.threads=1") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "nmrun: test/acuracy: no such metric in these runs; did you mean test/accuracy?"
+    )
+
+
+def test_means_of_what_was_logged(swept, monkeypatch, capsys):
+    out = show(
+        swept,
+        monkeypatch,
+        capsys,
+        "--cols",
+        "metric",
+        "--metric",
+        "mean/train/loss",
+        "--format",
+        "csv",
+    )[1]
+    (folder,) = (
+        path.parent
+        for path in (swept / "outputs").rglob("result.json")
+        if path.parts[-4] == "sr_ste"
+    )
+    losses = [
+        row["train/loss"]
+        for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        if "train/loss" in row
+    ]
+    cells = {tuple(line.split(",")[2:4]): line.split(",")[5] for line in out.splitlines()}
+    assert float(cells["sr_ste", "mean/train/loss"]) == pytest.approx(sum(losses) / len(losses))
+
+
+def test_tables_and_figures_are_files(swept, monkeypatch, capsys):
+    status, out, _ = show(
+        swept,
+        monkeypatch,
+        capsys,
+        "--out",
+        "pages/tables.md",
+        "--figures",
+        "pictures",
+    )
+    page = (swept / "pages" / "tables.md").read_text()
+    assert status == 0
+    assert page.count("| recipe") == 2
+    (picture,) = (swept / "pictures").iterdir()
+    assert picture.name == "own-smoke-1-curves.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert sorted(out.split()) == ["pages/tables.md", "pictures/own-smoke-1-curves.png"]
+
+
+def test_what_is_unfinished_is_left_out_of_a_page_and_named(swept, monkeypatch, capsys):
+    monkeypatch.chdir(swept)
+    assert (
+        report.table(
+            ["--experiment", "own.yaml,step_cifar10", "--scale", "smoke", "trainer.threads=1"]
+        )
+        == 0
+    )
+    out, err = capsys.readouterr()
+    assert out.startswith("# Own (nobody), scale smoke")
+    assert err.startswith(
+        "nmrun: left out: experiment=step_cifar10 scale=smoke: none of its 16 runs is finished"
+    )
+
+
+def test_make_takes_dashes_for_underscores():
+    if shutil.which("make") is None:
+        pytest.skip("there is no make")
+    import subprocess
+
+    root = Path(__file__).parents[3]
+    out = subprocess.run(
+        ["make", "-n", "table-step-cifar10", "SCALE=paper"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert "nmrun -m experiment=step_cifar10 scale=paper" in out
+    assert "nmrun table --experiment step_cifar10 --scale paper" in out
+
+
+def smoke(name: str, folder: Path, nmrun_cli, *overrides: str) -> None:
+    """From nothing to the table and its figures, as make does it."""
+    overrides = ("track=local", f"output_dir={folder}", *overrides)
+    process = nmrun_cli("-m", f"experiment={name}", "scale=smoke", *overrides, timeout=3600)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
+    table = nmrun_cli(
+        "table",
+        "--experiment",
+        name,
+        "--scale",
+        "smoke",
+        *overrides,
+        "--figures",
+        str(folder / "figures"),
+    )
+    assert table.returncode == 0, table.stderr
+    assert "missing" not in table.stdout
+    assert "no value" not in table.stdout
+    drawn = {path.name.split("-")[2] for path in (folder / "figures").glob(f"{name}-*")}
+    assert drawn == {str(i + 1) for i in range(len(experiment.load(name).figures))}
+
+
+@pytest.mark.slow
+def test_a_smoke_from_nothing_to_the_table(tmp_path, nmrun_cli):
+    smoke("sr_ste_sad", tmp_path / "runs", nmrun_cli, "seed=0", "trainer.epochs=2")
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("name", NAMES)
+def test_every_smoke(name, nmrun_cli, tmp_path_factory):
+    """All in one folder, so that shared runs are made once."""
+    if "dataset=copy_reverse" in experiment.load(name).overrides("smoke")[0]:
+        pytest.importorskip("fairseq")
+    smoke(name, tmp_path_factory.getbasetemp() / "smokes", nmrun_cli)

@@ -1,0 +1,285 @@
+"""Which run it is: all that changes the result changes the id, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import pytest
+from omegaconf import OmegaConf
+from test_schema import EACH, VALUES, changed
+from verbs import python
+
+from nmrun.lab.config import identity as identity_module
+from nmrun.lab.config import schema
+from nmrun.lab.config.identity import identity, run_folder
+from nmrun.lab.keys import options
+from nmrun.lab.keys.groups import Trainer
+from nmrun.ranges import number
+
+# Where and how a run is done and what it tells of itself. How often it is evaluated does count: it
+# decides which epoch is the best.
+IRRELEVANT = {
+    "output_dir", "resume", "force", "dry", "track.mode", "track.project", "trainer.device", "trainer.threads",
+    "trainer.log_every", "trainer.checkpoint_every", "trainer.acceleration",
+    "trainer.deterministic",
+}  # fmt: skip
+
+
+def checked(options: str = "", **values: Any) -> schema.Config:
+    return schema.check(OmegaConf.create(changed(options, **values)))
+
+
+def same(*configs: schema.Config) -> bool:
+    return len({identity(config) for config in configs}) == 1
+
+
+@pytest.mark.parametrize(("options", "key"), EACH)
+def test_every_key_counts_but_those_that_change_no_result(options, key):
+    right = VALUES[options][key][0]
+    ids = {identity(checked(options, **{key: value})) for value in right}
+    assert len(ids) == (1 if key in IRRELEVANT else len(right))
+
+
+def test_a_default_that_has_changed_is_told():
+    """An id leaves defaults out, so it is the same after a change of one."""
+    config = checked(**{"trainer.steps": 50})
+    before = json.loads(json.dumps(config.plain))
+    assert identity_module.changed(before, config) == []
+    before["optimizer"]["lr"], before["trainer"]["clip"] = 0.5, 1.0
+    before["trainer"]["epochs"], before["trainer"]["device"] = 99, "cuda"  # change no result here
+    del before["schedule"]["cycles"]  # a key that came later
+    told = [
+        f"optimizer.lr (0.5, now {config.optimizer.lr})",
+        "trainer.clip (1.0, now null)",
+    ]
+    assert identity_module.changed(before, config) == told
+
+
+def test_what_a_budget_of_seconds_buys_depends_on_the_speed():
+    """With it, where and how fast a run computes decides how many steps it has."""
+    for key, values in {
+        "trainer.acceleration": ("auto", "off"),
+        "trainer.distributed": ("ddp", "fsdp"),
+        "trainer.device": ("cpu", "cuda"),
+        "trainer.threads": (1, 2),
+    }.items():
+        one, other = ({key: value} for value in values)
+        assert same(checked(**one), checked(**other)), key
+        budget = {"trainer.budget": "seconds:60"}
+        assert not same(checked(**one, **budget), checked(**other, **budget)), key
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "model=mlp",
+        "recipe=ste",
+        "sparsity=2:8",
+        "sparsity=1:4",
+        "optimizer=adamw",
+        "schedule=cosine",
+    ],
+)
+def test_every_group_counts(options):
+    assert not same(checked(), checked(options))
+    assert same(checked(options), checked(f"track=local,{options}"))
+
+
+def test_all_seeds_and_ratios_are_apart():
+    configs = [
+        checked(**{"seed": s, "sparsity.n": n, "sparsity.m": m})
+        for s in range(9)
+        for m in (2, 4, 8, 16)
+        for n in (1, m // 2, m)
+    ]
+    assert len({run_folder(config) for config in configs}) == 9 * (3 * 4 - 1)  # 1:2 is there twice
+
+
+def test_the_order_of_overrides_counts():
+    """The first that matches does."""
+    one, other = {"inner.1": "1:8", "inner.*": "2:8"}, {"inner.*": "2:8", "inner.1": "1:8"}
+    assert not same(
+        checked(**{"sparsity.overrides": one}), checked(**{"sparsity.overrides": other})
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"optimizer.lr": 1}, {"optimizer.lr": 1.0}),
+        ({"optimizer.betas": [0, 0.5]}, {"optimizer.betas": [0.0, 0.5]}),
+        ({"recipe.decay": 0}, {"recipe.decay": 0.0}),
+        ({"trainer.clip": 1}, {"trainer.clip": 1.0}),
+        ({"trainer.mvue": "2:4"}, {"trainer.mvue": "2of4"}),
+        ({"trainer.budget": "flops:1e9"}, {"trainer.budget": "flops:1000000000"}),
+        ({"trainer.budget": "seconds:60"}, {"trainer.budget": "seconds:6e1"}),
+        ({"model.exclude": "stem"}, {"model.exclude": ["stem"]}),
+        ({"sparsity.overrides": {"inner.1": "1:8"}}, {"sparsity.overrides": {"inner.1": "1of8"}}),
+        ({"sparsity.overrides": None}, {"sparsity.overrides": {}}),
+    ],
+)
+def test_two_ways_to_write_the_same(one, other):
+    assert same(checked(**one), checked(**other))
+    assert run_folder(checked(**one)) == run_folder(checked(**other))
+
+
+def test_the_dense_run_is_one_run():
+    """Whatever the ratio and the recipe's hyperparameters; the same training with a ratio is
+    another.
+    """
+    options = [
+        "recipe=dense",
+        "recipe=dense,sparsity=1:8",
+        "recipe=dense,sparsity=dense",
+        "sparsity=dense",
+        "recipe=ste,sparsity=dense",
+    ]
+    ways = [checked(item) for item in options]
+    ways += [
+        checked("sparsity=dense", **{"recipe.switch": 0.3}),
+        checked("recipe=dense", **{"sparsity.overrides": {"inner.1": "1:8"}}),
+    ]
+    assert same(*ways)
+    assert len({run_folder(config) for config in ways}) == 1
+    assert not same(ways[0], checked("recipe=dense", seed=1))
+    assert not same(ways[0], checked("recipe=ste,sparsity=4:4"))
+
+
+def test_a_class_of_ones_own_counts_with_its_module_and_hyperparameters():
+    keys = {"recipe._target_": "pack.Mine", "recipe.strength": 1.0}
+    first = checked("recipe=custom", **keys)
+    assert same(first, checked("recipe=custom", **keys))
+    assert first.recipe.name == "pack.Mine"
+    for change in (
+        {"recipe._target_": "other.Mine"},
+        {"recipe.strength": 2.0},
+        {"recipe.more": None},
+    ):
+        assert not same(first, checked("recipe=custom", **{**keys, **change}))
+
+
+def test_ten_digits_that_depend_on_neither_order_nor_process():
+    config = checked("recipe=sr_ste", **{"recipe.decay": 0.25})
+
+    def shuffled(value):
+        if not isinstance(value, dict):
+            return value
+        keys = random.Random(1).sample(list(value), len(value))
+        return {key: shuffled(value[key]) for key in keys}
+
+    plain = shuffled(config.plain)
+    assert list(plain) != list(config.plain)
+    assert same(config, schema.Config(plain, config.pattern))
+    code = f"""
+import json
+from nmrun.lab.config import identity, schema
+from nmrun.patterns import Pattern
+print(identity.identity(schema.Config(json.loads({json.dumps(plain)!r}), Pattern(2, 4))))"""
+    for seed in "12":
+        assert python("-c", code, PYTHONHASHSEED=seed).stdout.strip() == identity(config)
+    assert len(identity(config)) == 10
+    assert set(identity(config)) <= set("0123456789abcdef")
+
+
+def test_the_folder_says_what_it_is_and_goes_on_any_file_system():
+    config = checked("recipe=ste,model=mlp,sparsity=3:16", seed=7, output_dir="some/out")
+    assert run_folder(config).parts[:-1] == ("some", "out", "digits", "mlp", "ste", "3of16")
+    assert run_folder(config).name == f"s7-{identity(config)}"
+    assert run_folder(checked("sparsity=dense,recipe=asp")).parts[-4:-1] == (
+        "small_conv",
+        "dense",
+        "dense",
+    )
+    assert not set(str(run_folder(config))) & set(': \\*?"<>|')
+    assert same(
+        config, checked("recipe=ste,model=mlp,sparsity=3:16", seed=7, output_dir="elsewhere")
+    )
+
+
+LINES = (
+    "",
+    "recipe=dense",
+    "recipe=step,sparsity=1:4,optimizer=adamw",
+    "recipe=s_ste,optimizer=sgd,schedule=cosine",
+    "dataset=imagenet,model=vit_small",
+    "dataset=glue,model=text_encoder",
+    "dataset=shakespeare,model=gpt_tiny,optimizer=adamw",
+)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_default_that_is_written_out_changes_no_id(line):
+    config = checked(line)
+    for group in ("dataset", "model", "recipe", "optimizer", "schedule", "trainer"):
+        name = str(config.plain[group].get("name", ""))
+        for key, field in options.keys(group, name).items():
+            if config.plain[group][key] == field.default:
+                assert same(config, checked(line, **{f"{group}.{key}": field.default})), key
+
+
+@dataclass(frozen=True)
+class WithOneMore(Trainer):
+    """The keys of today, and one that comes some day."""
+
+    gradient_noise: Annotated[float, number(0), "noise"] = 0.0
+
+
+def test_a_new_key_changes_an_id_only_where_it_is_set(monkeypatch):
+    config = checked("recipe=step")
+    before = identity(config)
+    kind = options.kind
+    monkeypatch.setattr(
+        options,
+        "kind",
+        lambda group, *rest: WithOneMore if group == "trainer" else kind(group, *rest),
+    )
+
+    def with_noise(noise: float) -> schema.Config:
+        trainer = {**config.plain["trainer"], "gradient_noise": noise}
+        return schema.Config({**config.plain, "trainer": trainer}, config.pattern)
+
+    assert identity(with_noise(0.0)) == before
+    assert identity(with_noise(0.5)) != before
+
+
+def test_all_that_a_class_of_ones_own_is_given_counts():
+    def of(**given: object) -> schema.Config:
+        recipe = {"name": "custom", "_target_": "a.b.Mine", **given}
+        config = checked()
+        return schema.Config({**config.plain, "recipe": recipe}, config.pattern)
+
+    assert len({identity(config) for config in (of(), of(decay=0.0), of(decay=2e-4))}) == 3
+
+
+def test_what_decays_is_what_it_comes_to():
+    for line in ("optimizer=adamw", "optimizer=sgd,model=resnet20,recipe=ste"):
+        assert same(checked(line), checked(line, **{"optimizer.decay": "all"}))
+        assert not same(checked(line), checked(line, **{"optimizer.decay": "matrices"}))
+    gpt = "optimizer=adamw,model=gpt_tiny,dataset=shakespeare"
+    assert same(checked(gpt), checked(gpt, **{"optimizer.decay": "matrices"}))
+    assert not same(checked(gpt), checked(gpt, **{"optimizer.decay": "all"}))
+    # nothing decays: one run
+    plain = "optimizer=adam,model=gpt_tiny,dataset=shakespeare"
+    assert (
+        len({identity(checked(plain, **{"optimizer.decay": d})) for d in ("all", "matrices")}) == 1
+    )
+
+
+def test_a_length_in_steps_is_the_whole_length():
+    steps = {"trainer.steps": 10}
+    assert same(checked(**steps), checked(**steps, **{"trainer.epochs": 3}))
+    assert not same(checked(**steps), checked(**{"trainer.steps": 11}))
+    assert not same(checked(**steps), checked())
+
+
+def test_the_last_and_the_best_weights_of_a_run_begin_different_runs(write):
+    run = write("dense", "dense", 0, 0.9)
+    last, same, best, dense = (
+        identity(checked(init=f"{run}{name}"))
+        for name in ("", "/model.safetensors", "/best.safetensors", "/dense.safetensors")
+    )
+    assert last == same
+    assert len({last, best, dense}) == 3

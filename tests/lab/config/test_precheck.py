@@ -1,0 +1,206 @@
+"""The command line, looked at before anything begins: each job of a sweep, Hydra's own options,
+folders and classes of one's own.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+from hydra import compose
+from runs import mistakes
+
+from nmrun.errors import ConfigError
+from nmrun.lab.config import command_line, precheck, schema
+from nmrun.lab.config.composition import Cache, composing, config_of
+
+COMPOSED: Cache = {}  # as the sweeps of one command line share them
+
+
+@pytest.mark.parametrize(
+    ("line", "starts"),
+    [
+        ("recipe=step sparsity=3:16 seed=4", []),
+        ("-m recipe=asp,step seed=range(3) sparsity=2:4,dense", []),
+        ("-m recipe=glob(*ste)", []),
+        ("recipe=stpe optimizer=sgd", ["recipe=stpe: no such recipe; did you mean step?"]),
+        ("optimizer.lrr=1 model.chanels=[8,8]", ["optimizer.lrr: no such key; did you mean optimizer.lr?", "model.chanels: no such"]),
+        ("-m recipe=asp,step optimizer=adam,sgd", ["recipe=step freezes Adam's second moment, which sgd has not"]),
+        ("-m recipe=step,spet seed=0,-1 trainer.epochs=0", ["recipe=spet: no such", "seed=-1: it takes", "trainer.epochs=0: it"]),
+    ],
+)  # fmt: skip
+def test_a_command_line(line, starts):
+    multirun, words = line.startswith("-m "), line.removeprefix("-m ").split()
+    problems = mistakes(words, multirun, cache=COMPOSED)
+    assert len(problems) == len(starts), problems
+    assert all(any(problem.startswith(start) for problem in problems) for start in starts), problems
+    assert all("\n" not in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"recipe": ["asp", "dense"], "sparsity": ["2:4", "dense"], "seed": ["0", "3"]},
+        {"model": ["mlp", "small_conv"], "model.exclude": ["[a]", "b"], "trainer.epochs": ["3"]},
+        {"debug": ["fast"], "track": ["wandb", "local"], "trainer.epochs": ["5", "7"]},
+        {"debug": ["fast"], "trainer.log_every": ["2", "3"], "sparsity": ["1:4", "2:4"]},
+    ],
+)
+def test_each_job_of_a_sweep_is_as_hydra_composes_it(axes):
+    words = [f"{key}={','.join(values)}" for key, values in axes.items()]
+    jobs = [
+        [f"{key}={value}" for key, value in zip(axes, job, strict=True)]
+        for job in product(*axes.values())
+    ]
+    once = command_line.each_once(jobs)
+    asked = precheck.read([words], multirun=True)
+    with composing():
+        assert [(job.words, job.config) for job in asked.jobs] == [
+            (words, schema.check(compose("nmrun", words))) for words in once
+        ]
+
+
+def test_a_key_may_refer_to_another_that_is_swept():
+    words = ["trainer.epochs=2,3", "trainer.log_every=${trainer.epochs}"]
+    jobs = precheck.read([words], multirun=True).jobs
+    assert [job.config.trainer.log_every for job in jobs] == [2, 3]
+
+
+def test_mistakes_of_all_sweeps_are_told_at_once():
+    with pytest.raises(ConfigError) as raised:
+        precheck.read([["seed=-1"], ["recipe=stpe"], ["seed=-1"]], multirun=True)
+    assert [problem.partition(":")[0] for problem in raised.value.problems] == [
+        "seed=-1",
+        "recipe=stpe",
+    ]
+
+
+def test_each_job_is_there_once(monkeypatch):
+    """Dense training has no ratio, and sweeps may share runs; a job is checked once."""
+    checked: list[Any] = []
+    check = schema.check
+    monkeypatch.setattr(schema, "check", lambda *args: checked.append(args) or check(*args))
+    ratios = ["recipe=dense,ste", "sparsity=1:4,2:4", "seed=0"]
+    asked = precheck.read([ratios, ["recipe=dense", "seed=0,1"]], multirun=True)
+    assert [job.words for job in asked.jobs] == [
+        ["recipe=dense", "seed=0"],
+        ["recipe=ste", "sparsity=1:4", "seed=0"],
+        ["recipe=ste", "sparsity=2:4", "seed=0"],
+        ["recipe=dense", "seed=1"],
+    ]
+    assert len(checked) == len(asked.jobs)
+
+
+def test_a_command_has_so_many_jobs_and_no_more():
+    (problem,) = mistakes(["seed=range(0,200)", "trainer.epochs=range(1,101)"], multirun=True)
+    assert "20,000" in problem
+
+
+def test_a_folder_of_configs(tmp_path):
+    """A recipe's hyperparameters in a file of one's own, and an overlay that several groups and
+    keys of the command line meet.
+    """
+    nowhere = tmp_path / "nowhere"
+    assert mistakes([], config_dir=str(nowhere)) == [f"--config-dir {nowhere}: no such folder"]
+    for name, text in {
+        "recipe/mine": "name: ste_periodic\ninterval: 3\ngradient: sts\n",
+        "debug/slow": "# @package _global_\ndefaults:\n  - override /track: local\ntrainer:\n  epochs: 99\n  eval_every: 9\n",
+    }.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / f"{name}.yaml").write_text(text)
+    (problem,) = mistakes(["recipe=mine"], config_dir=str(tmp_path))
+    assert problem == "recipe.gradient=sts: it takes one of ste, masked; did you mean ste?"
+    (tmp_path / "recipe/tagged.yaml").write_text("name: !!python/object/apply:os.abort []\n")
+    (problem,) = mistakes(["recipe=tagged"], config_dir=str(tmp_path))
+    assert "os.abort" in problem
+    assert "tagged.yaml" in problem
+    assert "\n" not in problem
+    words = ["debug=fast,slow", "track=wandb,local", "trainer.epochs=5,7"]
+    configs = [job.config for job in precheck.read([words], True, str(tmp_path)).jobs]
+    runs = {
+        (c.track.name, c.trainer.epochs, c.trainer.eval_every, c.trainer.limit_batches)
+        for c in configs
+    }
+    assert runs == {
+        (track, epochs, *rest)
+        for track in ("wandb", "local")
+        for epochs in (5, 7)
+        for rest in ((1, 3), (9, None))
+    }
+
+
+def test_a_class_of_ones_own_has_keys_of_its_own():
+    words = command_line.own_recipe(["recipe._target_=runs.Mine", "recipe.strength=3", "seed=2"])
+    assert mistakes(words) == []
+    (problem,) = mistakes([*words, "optimizer.strength=3"])
+    assert problem.startswith("optimizer.strength: no such key")
+    assert command_line.own_recipe(["recipe=ste", "recipe.strength=3"]) == [
+        "recipe=ste",
+        "recipe.strength=3",
+    ]
+
+
+def test_a_preset_of_a_class_of_ones_own_takes_every_key_of_the_class(tmp_path):
+    place, config_dir = tmp_path / "recipe", str(tmp_path)
+    place.mkdir()
+    (place / "strong.yaml").write_text("name: strong\n_target_: runs.Mine\n")
+    (place / "usual.yaml").write_text("defaults: [sr_ste]\n")
+    words = {
+        name: command_line.own_recipe([f"recipe={name}", "recipe.strength=3"], config_dir)
+        for name in ("strong", "usual")
+    }
+    assert mistakes(words["strong"], config_dir=config_dir) == []
+    (problem,) = mistakes(words["usual"], config_dir=config_dir)
+    assert problem.startswith("recipe.strength: no such key")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("optimizer/mine.yaml", "# not for hydra/launcher\nname: hydra_sgd\nlr: 0.1\n", False),
+        ("optimizer/mine.yaml", "defaults:\n- sgd\nlr: 0.1\n", False),
+        ("optimizer/mine.yaml", "hydra: [\n", False),
+        ("optimizer/mine.yaml", "defaults: 3\n", False),
+        ("nmrun.yaml", "hydra:\n  job:\n    env_set: {A: b}\n", True),
+        ("debug/mine.yaml", "# @package _global_\ndefaults:\n- override /hydra/launcher: joblib\n", True),
+        ("debug/mine.yaml", "# @package hydra.job\nname: mine\n", True),
+        ("hydra/launcher/mine.yaml", "n_jobs: 2\n", True),
+    ],
+)  # fmt: skip
+def test_hydra_launches_what_a_file_says_something_to(name, text, expected, tmp_path):
+    file = tmp_path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    assert precheck.by_hydra([["seed=1"]], str(tmp_path)) is expected
+    assert precheck.by_hydra([["seed=1", "hydra/launcher=joblib"]], str(tmp_path))
+    assert not precheck.by_hydra([["seed=1"]], None)
+
+
+def test_numbers_may_come_from_the_environment(tmp_path, monkeypatch):
+    """Read as on the command line; a text stays one where the key takes texts."""
+    for key, value in {"SEED": "7", "RATE": "3e-3", "NOTE": "12"}.items():
+        monkeypatch.setenv(key, value)
+    (tmp_path / "optimizer").mkdir()
+    file = "defaults: [adam]\nname: adam\nlr: ${oc.env:RATE}\nweight_decay: ${oc.env:NONE,0.5}\n"
+    (tmp_path / "optimizer" / "mine.yaml").write_text(file)
+    words = ["seed=${oc.env:SEED}", "optimizer=mine", "track.notes=${oc.env:NOTE}"]
+    assert mistakes(words, config_dir=str(tmp_path)) == []
+    config = config_of(words, str(tmp_path))
+    assert config.plain["seed"] == 7
+    assert config.plain["optimizer"]["lr"] == 0.003
+    assert config.plain["optimizer"]["weight_decay"] == 0.5
+    assert config.plain["track"]["notes"] == "12"
+    monkeypatch.setenv("SEED", "seven")
+    (line,) = mistakes(words, config_dir=str(tmp_path))
+    assert line.startswith("seed=seven: it takes")
+
+
+@pytest.mark.parametrize(
+    ("key", "cause"), [("timeout_min=abc", "Integer"), ("partitio=low", "LocalQueueConf")]
+)
+def test_hydra_s_cause_is_told(key, cause):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs submitit")
+    words = ["seed=0,1", "hydra/launcher=submitit_local", f"hydra.launcher.{key}"]
+    (line,) = mistakes(words, True)
+    assert cause in line

@@ -1,0 +1,417 @@
+"""What the pictures show, read back from the axes and compared with the result files."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from runs import rewrite
+from verbs import verb
+
+import nmrun
+from nmrun.lab.compare.runs import collect
+from nmrun.lab.compare.tables import build
+from nmrun.lab.render import plots, style
+from nmrun.lab.render.curves import History
+from nmrun.recipes.base import Event
+
+STEPS = (10, 20, 30, 40)
+
+
+@pytest.fixture(autouse=True)
+def _close() -> Iterator[None]:
+    yield
+    pyplot.close("all")
+
+
+def log(folder: Path, lines: list[dict[str, float]], **other: Any) -> None:
+    rows = [{"step": step, "epoch": 1, **line} for step, line in zip(STEPS, lines, strict=True)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rewrite(folder, **other)
+
+
+def spent(folder: Path, flops: float) -> None:
+    rewrite(folder, flops={"training_arithmetic": flops})
+
+
+def drawn(
+    kind: str, tmp_path: Path, metric: str = "test/accuracy", logged: str = "eval/accuracy",
+    columns: str = "sparsity",
+) -> Figure | None:  # fmt: skip
+    runs = collect([tmp_path])
+    return plots.draw(kind, History(build(runs, metric, ["recipe"], [columns], "mean")), logged)
+
+
+def panels(figure: Figure) -> dict[str, Axes]:
+    return {axes.get_title().split(" ")[0]: axes for axes in figure.axes}
+
+
+def line(axes: Axes, name: str) -> tuple[list[float], list[float]]:
+    (artist,) = [each for each in axes.lines if each.get_label() == name]
+    return list(artist.get_xdata()), list(artist.get_ydata())
+
+
+def bands(axes: Axes) -> list[np.ndarray]:
+    return [each.get_paths()[0].vertices for each in axes.collections]
+
+
+def test_metric_against_ratio(write, tmp_path):
+    values = {
+        ("step", "2:4"): [0.98, 0.96],
+        ("step", "1:8"): [0.9, 0.8],
+        ("ste", "2:4"): [0.95, 0.95],
+        ("dense", "dense"): [0.99, 0.97],
+    }
+    for (recipe, ratio), accuracies in values.items():
+        for seed, accuracy in enumerate(accuracies):
+            write(recipe, ratio, seed, accuracy)
+    write("ste", "1:8", 0, status="failed")
+    (axes,) = drawn("ratio", tmp_path).axes
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["2:4\n50 %", "1:8\n12.5 %"]
+    containers = {container.get_label(): container for container in axes.containers}
+    assert set(containers) == {"STE (1 failed)", "STEP"}
+    for name, container in containers.items():
+        data, _, (bars,) = container
+        cells = [
+            values[name.split()[0].lower(), ratio]
+            for ratio in ("2:4", "1:8")
+            if (name.split()[0].lower(), ratio) in values
+        ]
+        assert list(data.get_ydata()) == pytest.approx(
+            [100 * statistics.mean(cell) for cell in cells]
+        )
+        assert [round(x) for x in data.get_xdata()] == list(range(len(cells)))
+        lengths = [segment[1, 1] - segment[0, 1] for segment in bars.get_segments()]
+        assert lengths == pytest.approx([2 * 100 * statistics.stdev(cell) for cell in cells])
+    assert line(axes, "dense")[1] == pytest.approx([98.0, 98.0])
+    looks = {
+        tuple(map(str, (each.get_color(), each.get_marker(), each.get_linestyle())))
+        for each in axes.lines
+        if each.get_marker() != "_"
+    }
+    assert len(looks) >= 3  # of two recipes and dense
+
+
+def test_learning_curves_with_step_s_switch(write, tmp_path):
+    curves = {0: [0.5, 0.7, 0.8, 0.9], 1: [0.3, 0.7, 0.9, 0.95]}
+    for seed, accuracies in curves.items():
+        event = Event(21 + seed, "whatever", "switch", {"by": "fixed"}).record
+        log(
+            write("step", "2:4", seed, accuracies[-1]),
+            [{"eval/accuracy": a} for a in accuracies],
+            events=[event],
+        )
+        log(write("ste", "1:8", seed, 0.5), [{"eval/accuracy": 0.5}] * 4)
+    figure = drawn("curves", tmp_path)
+    both = panels(figure)
+    assert set(both) == {"2:4", "1:8"}
+    steps, means = line(both["2:4"], "STEP")
+    assert steps == list(STEPS)
+    assert means == pytest.approx(
+        [100 * (a + b) / 2 for a, b in zip(*curves.values(), strict=True)]
+    )
+    (band,) = bands(both["2:4"])
+    for step, a, b in zip(STEPS, *curves.values(), strict=True):
+        mean, sd = 50 * (a + b), 100 * statistics.stdev([a, b])
+        at = band[band[:, 0] == step, 1]
+        assert (at.min(), at.max()) == pytest.approx((mean - sd, mean + sd))
+    switches = [
+        each.get_xdata()[0] for each in both["2:4"].lines if each.get_label() == "STEP's switch"
+    ]
+    assert switches == [21, 22]
+    assert not [each for each in both["1:8"].lines if each.get_label() == "STEP's switch"]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names[-1] == "STEP's switch"
+    assert sorted(names[:-1]) == ["STE", "STEP"]  # each once, however many panels
+    assert drawn("curves", tmp_path, logged="eval/bleu") is None
+
+
+@pytest.mark.parametrize("second_moment", ["frozen", "live"])
+def test_switch_of_a_real_step_is_marked(second_moment, write, tmp_path):
+    layer = torch.nn.Linear(8, 4)
+    optimizer = nmrun.optim.Adam(layer.parameters(), lr=0.1)
+    options = {"recipe": "step", "switch": 0.5, "second_moment": second_moment, "total_steps": 40}
+    handle = nmrun.sparsify(layer, optimizer, pattern="2:4", **{"exclude": None, **options})
+    for _ in range(40):
+        layer(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+    folder = write("step", "2:4", 0, 0.9)
+    log(folder, [{"eval/accuracy": 0.9}] * 4, events=[e.record for e in handle.pop_events()])
+    (axes,) = drawn("curves", tmp_path).axes
+    marks = [each.get_xdata()[0] for each in axes.lines if each.get_label() == "STEP's switch"]
+    assert marks == [20]  # half of 40 steps are dense
+
+
+@pytest.mark.parametrize(("factor", "how"), [(2, "linear"), (20, "log")])
+def test_metric_against_flops(factor, how, write, tmp_path):
+    costs = {"2:4": factor * 2e9, "1:8": 2e9, "1:16": 1.99e9}
+    for ratio, flops in costs.items():
+        for seed in (0, 1):
+            spent(write("ste", ratio, seed, 0.9 + 0.02 * seed), flops)
+    (axes,) = drawn("flops", tmp_path).axes
+    ((data, _, _),) = axes.containers
+    assert list(zip(data.get_xdata(), data.get_ydata(), strict=True)) == [
+        (flops, pytest.approx(91.0)) for flops in costs.values()
+    ]
+    assert axes.get_xscale() == how
+    # two stand on the same spot: their names beside it, over neither each other nor a point
+    assert {text.get_text() for text in axes.texts} == {"2:4", "1:8", "1:16"}
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    points = axes.transData.transform(list(zip(data.get_xdata(), data.get_ydata(), strict=True)))
+    assert not any(box.contains(*point) for box in boxes for point in points)
+
+
+def test_names_without_room_are_left_out(write, tmp_path):
+    for n in range(1, 9):
+        spent(write("ste", f"{n}:16", 0, 0.9), 2e9)
+    (axes,) = drawn("flops", tmp_path).axes
+    assert len(axes.texts) == 4  # eight points on one spot, which has four sides
+
+
+def test_rows_that_cost_the_same_stand_side_by_side(write, tmp_path):
+    for recipe, flops in {"ste": 1e9, "sr_ste": 1e9, "step": 1.5e9, "dense": 2e9}.items():
+        spent(write(recipe, "dense" if recipe == "dense" else "1:8", 0, 0.9), flops)
+    (axes,) = drawn("flops", tmp_path).axes
+    axes.figure.draw_without_rendering()
+    shown = {
+        each.get_label(): float(each[0].get_transform().transform([*each[0].get_xydata()])[0, 0])
+        for each in axes.containers
+    }
+    places = {name: float(axes.transData.transform((flops, 0))[0]) for name, flops in
+              {"STE": 1e9, "SR-STE": 1e9, "STEP": 1.5e9, "dense": 2e9}.items()}  # fmt: skip
+    aside = {name: round((shown[name] - places[name]) * 72 / axes.figure.dpi, 6) for name in places}
+    assert aside == {"STE": -3, "SR-STE": 3, "STEP": 0, "dense": 0}
+    assert axes.get_xlabel().endswith(", at 1:8")  # one ratio, which no point needs beside it
+    assert not axes.texts
+
+
+def test_the_label_of_narrow_axes_has_lines_and_stays_in_the_picture(write, tmp_path):
+    for moment in ("frozen", "live"):
+        own = {"recipe__second_moment": moment, "recipe__decay": 2e-4, "recipe__lr_factor": 1.5}
+        spent(write("step", "1:8", 0, 0.9, **own), 1e9)
+    keys = ["recipe", "recipe.second_moment", "recipe.decay", "recipe.lr_factor"]
+    table = build(collect([tmp_path]), "test/accuracy", keys, ["sparsity"], "mean")
+    figure = plots.draw("flops", History(table), "eval/accuracy")
+    (axes,) = figure.axes
+    figure.draw_without_rendering()
+    box = axes.xaxis.label.get_window_extent()
+    assert "\n" in axes.get_xlabel()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+    assert box.y0 >= 0
+
+
+def test_rows_without_the_setting_are_lines_of_their_own(write, tmp_path):
+    for switch in (0.05, 0.5, 0.75):
+        write("step", "1:8", 0, 0.8, recipe__switch=switch)
+    write("ste", "1:8", 0, 0.7)
+    write("sr_ste", "1:8", 0, 0.9)
+    (axes,) = drawn("ratio", tmp_path, columns="recipe.switch").axes
+    levels = {str(each.get_label()): each for each in axes.lines if len(set(each.get_ydata())) == 1}
+    looks = {(levels[name].get_color(), levels[name].get_linestyle()) for name in ("STE", "SR-STE")}
+    assert (
+        len(looks) == len({colour for colour, _ in looks}) == len({line for _, line in looks}) == 2
+    )
+    assert [float(text.get_text()) for text in axes.get_xticklabels()] == [0.05, 0.5, 0.75]
+    assert list(axes.get_xticks()) == [0.05, 0.5, 0.75]
+    assert axes.get_xscale() == "log"
+
+
+def drawn_by(tmp_path: Path, *words: str) -> ElementTree.Element:
+    """What ``nmrun plot`` writes as SVG."""
+    target = tmp_path / "plot.svg"
+    assert verb("plot", str(tmp_path / "outputs"), "--out", str(target), *words) == 0
+    return ElementTree.parse(target).getroot()
+
+
+def words_of(picture: ElementTree.Element) -> list[str]:
+    return ["".join(each.itertext()) for each in picture.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_a_picture_for_a_paper(write, tmp_path):
+    """The words are text; names, title, width and axis are as asked for."""
+    for seed in range(3):
+        write("sr_ste", "2:4", seed, 0.95 + 0.001 * seed)
+        write("step", "2:4", seed, 0.96)
+        write("dense", "dense", seed, 0.97)
+    words = words_of(drawn_by(tmp_path))
+    title = "small_conv on digits, Adam, learning rate 0.001, 12 epochs; mean and sd"
+    assert {title, "SR-STE", "STEP", "dense", "test accuracy (%)"} <= set(words)
+    asked = ("--title", "A <title> & $x$", "--width", "3.25", "--labels", "step=Ours")
+    picture = drawn_by(tmp_path, *asked, "--ylim", "90,100")
+    words = words_of(picture)
+    assert {"A <title> & $x$", "Ours", "SR-STE", "90", "100"} <= set(words)
+    assert not {"STEP", title} & set(words)
+    assert picture.get("width") == "234pt"  # 3.25 inches of 72 points
+    assert title not in words_of(drawn_by(tmp_path, "--title", ""))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--ylim", "9"), "--ylim: 9: it takes LOW,HIGH"),
+        (("--ylim", "9,a"), "--ylim: 9,a: it takes LOW,HIGH"),
+        (("--ylim", "9,3"), "--ylim: 9,3: it takes LOW,HIGH"),
+        (("--width", "0.1"), "--width: 0.1: it takes a number at least 1 and at most 40"),
+        (("--height", "0.1"), "--height: 0.1: it takes a number at least 1 and at most 40"),
+        (("--kind", "curves", "--x", "recipe"), "curves are over step, epoch, seconds"),
+        (("--kind", "flops", "--x", "recipe"), "--x KEY is for --kind ratio"),
+        (("--x", "recipe.decy"), "recipe.decy: no such key in these runs"),
+    ],
+)
+def test_layouts_that_are_none(words, message, write, tmp_path, capsys):
+    write("ste", "2:4", 0, 0.9)
+    assert verb("plot", str(tmp_path / "outputs"), *words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["ratio", "curves"])
+def test_a_narrow_picture_leaves_its_axes_room(kind, write, tmp_path):
+    """With a title of three lines, eight entries in the legend and labels of two lines."""
+    for recipe in ("asp", "ste", "sr_ste", "step", "s_ste", "lbc", "dense"):
+        for ratio in ("2:4", "1:8") if recipe != "dense" else ("dense",):
+            log(write(recipe, ratio, 0, 0.9), [{"eval/accuracy": 0.8}] * 4)
+    runs = collect([tmp_path])
+    table = build(runs, "test/accuracy", ["recipe"], ["sparsity"], "mean")
+    for width in (2.5, 3.25, 5.0):
+        layout = style.Layout(title="A title " * 15, width=width)
+        figure = plots.draw(kind, History(table), "eval/accuracy", layout)
+        figure.draw_without_rendering()
+        boxes = [axes.get_window_extent() for axes in figure.axes if axes.axison]
+        assert min(box.height for box in boxes) / figure.dpi > 1.6
+        assert figure.get_figwidth() == width
+    figure = plots.draw(kind, History(table), "eval/accuracy", style.Layout(width=3.25, height=6.0))
+    assert tuple(figure.get_size_inches()) == (3.25, 6.0)
+
+
+def test_a_curve_has_two_points(write, tmp_path, capsys):
+    log(write("ste", "2:4", 0, 0.9), [{"train/loss": 2.0}] * 3 + [{"eval/accuracy": 0.8}])
+    assert verb("plot", str(tmp_path / "outputs"), "--kind", "curves") == 2
+    assert "has this metric at two steps or more" in capsys.readouterr().err
+
+
+def test_runs_without_rows_are_told(write, tmp_path):
+    rows = [{"eval/accuracy": 0.8}] * 4
+    for seed in range(2):
+        log(write("ste", "2:4", seed, 0.9), rows)
+        log(write("sr_ste", "2:4", seed, 0.9), rows)
+    (write("ste", "2:4", 2, 0.9) / "metrics.jsonl").write_text("")
+    figure = drawn("curves", tmp_path)
+    assert {str(each.get_label()) for each in figure.axes[0].lines} == {
+        "STE (1 without a log)", "SR-STE"
+    }  # fmt: skip
+
+
+def test_metric_against_a_setting(write, tmp_path):
+    values = {1e-5: 0.9, 1e-4: 0.95, 1e-2: 0.8}
+    for decay, accuracy in values.items():
+        write("sr_ste", "2:4", 0, accuracy, recipe__decay=decay)
+    write("dense", "dense", 0, 0.99)
+    runs = collect([tmp_path])
+    table = build(runs, "test/accuracy", ["recipe"], ["recipe.decay"], "mean")
+    figure = plots.draw("ratio", History(table), "eval/accuracy")
+    (axes,) = figure.axes
+    (container,) = axes.containers
+    assert list(container[0].get_xdata()) == list(values)
+    assert list(container[0].get_ydata()) == pytest.approx([100 * a for a in values.values()])
+    assert axes.get_xscale() == "log"
+    assert line(axes, "dense")[1] == pytest.approx([99.0, 99.0])
+
+
+def test_each_of_many_recipes_has_a_panel(write, tmp_path):
+    names = [f"recipe{i}" for i in range(9)]
+    for i, name in enumerate(names):
+        rows = [{"eval/accuracy": 0.5 + 0.01 * i}] * 4
+        log(write(name, "2:4", 0, 0.8 + 0.01 * i), rows)
+        log(write(name, "1:8", 0, 0.7 + 0.01 * i), rows)
+    figure = drawn("ratio", tmp_path)
+    assert [axes.get_title() for axes in figure.axes] == names
+    for i, axes in enumerate(figure.axes):
+        (bars,) = [c for c in axes.containers if c.get_label() in names] or [axes.containers[-1]]
+        assert list(bars[0].get_ydata()) == pytest.approx([80.0 + i, 70.0 + i])
+        assert len(axes.containers) == len(names), "the others in grey"
+    curves = drawn("curves", tmp_path)
+    assert [axes.get_title() for axes in curves.axes] == names
+    assert all(len(axes.lines) == 2 for axes in curves.axes), "a line a ratio"
+
+
+def test_curves_over_epochs_and_seconds(write, tmp_path):
+    folder = write("ste", "2:4", 0, 0.9)
+    speeds = [5.0, 10.0, 10.0, 2.0]  # 10 steps each: 2, 1, 1 and 5 seconds
+    rows = [
+        {"step": step, "epoch": (step + 19) // 20, "eval/accuracy": 0.5, "steps_per_second": speed}
+        for step, speed in zip(STEPS, speeds, strict=True)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rewrite(folder)
+    runs = collect([tmp_path])
+    table = build(runs, "test/accuracy", ["recipe"], ["sparsity"], "mean")
+    for x, expected in (("epoch", [0.5, 1.0, 1.5, 2.0]), ("seconds", [2.0, 3.0, 4.0, 9.0])):
+        figure = plots.draw("curves", History(table), "eval/accuracy", style.Layout(x=x))
+        (axes,) = figure.axes
+        assert line(axes, "STE")[0] == pytest.approx(expected)
+        assert axes.get_xlabel().startswith(x)
+
+
+def test_anything_that_was_logged_is_drawn_as_it_is(write, tmp_path):
+    rates = [0.01, 0.005, 0.001, 0.0005]
+    log(write("ste", "2:4", 0, 0.9), [{"sparsity/flip_rate": rate} for rate in rates])
+    (axes,) = drawn("curves", tmp_path, logged="sparsity/flip_rate").axes
+    assert line(axes, "STE")[1] == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("kind", plots.PLOTS)
+def test_nothing_to_draw(kind, write, tmp_path):
+    write("step", "2:4", 0, status="failed")
+    assert drawn(kind, tmp_path) is None
+    assert pyplot.get_fignums() == []
+
+
+@pytest.mark.parametrize("name", [r"$\frac{1}{$", "a$b", "$x$", r"\$"])
+def test_names_are_no_formulas(name, write, tmp_path):
+    write(name, "2:4", 0, 0.9, model__name=name)
+    write(name, "1:4", 0, 0.9, model__name=name)
+    figure = drawn("ratio", tmp_path)
+    texts = [text.get_text() for text in figure.findobj(Text) if name in text.get_text()]
+    assert len(texts) >= 2  # the legend and the title
+    style.save(figure, tmp_path / "plot.svg")
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".pdf", ".png"])
+def test_a_picture_drawn_later_has_the_same_bytes(suffix, write, tmp_path, monkeypatch):
+    write("step", "2:4", 0, 0.9)
+    files = []
+    for year in ("1000000000", "1500000000"):
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", year)
+        figure = drawn("ratio", tmp_path)
+        style.save(figure, tmp_path / f"plot{suffix}")
+        files.append((tmp_path / f"plot{suffix}").read_bytes())
+    assert files[0] == files[1]
+
+
+def test_lines_are_told_apart_without_colour(write, tmp_path):
+    """In grey: no two of fifteen recipes with the same marker and line, and no line too pale to see
+    on white.
+    """
+    names = [f"recipe{i:02}" for i in range(15)]
+    for name in names:
+        write(name, "2:4", 0, 0.9)
+    table = build(collect([tmp_path]), "test/accuracy", ["recipe"], ["sparsity"], "mean")
+    looks = [style.look(table, (name,)) for name in names]
+    assert len({(look["marker"], look["linestyle"]) for look in looks}) == len(names)
+    for look in looks:
+        red, green, blue = (int(look["color"][i : i + 2], 16) / 255 for i in (1, 3, 5))
+        assert 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.75
