@@ -29,11 +29,11 @@ def steps(number: Any) -> int | None:
 
 
 ARGUMENTS = Check(
-    "null or keyword arguments such as {drop_path_rate: 0.1}",
+    "null or keyword arguments, {NAME: VALUE}",
     lambda value: isinstance(value, dict | None),
 )
 CLASS = Check(
-    "the dotted path of a class, such as torch.optim.NAdam",
+    "the dotted path of a class",
     lambda value: isinstance(value, str) and bool(re.fullmatch(r"\w+(\.\w+)+", value)),
 )
 MILESTONES = Check(

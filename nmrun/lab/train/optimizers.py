@@ -48,8 +48,10 @@ def _of_class(options: CustomOptimizer, groups: Any, common: dict[str, Any]) -> 
         raise ConfigError(f"{said} is no torch.optim.Optimizer")
     if "weight_decay" not in inspect.signature(kind).parameters and not options.weight_decay:
         del common["weight_decay"]
+    for key in common.keys() & (options.options or {}).keys():
+        raise ConfigError(f"optimizer.options={options.options}: say optimizer.{key} for {key}")
     with refused(f"{said}: ", TypeError, ValueError, RuntimeError):
-        return kind(groups, **{**common, **(options.options or {})})
+        return kind(groups, **common, **(options.options or {}))
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
@@ -165,11 +167,13 @@ def custom_factor(
     def factor(step: int) -> float:
         while len(rates) <= step // every:
             optimizer.step()
-            with refused(f"{said}: ", ValueError):
+            with refused(f"{said}: ", TypeError, ValueError, ArithmeticError):
                 schedule.step()
             rates.append(optimizer.param_groups[0]["lr"])
         return float(rates[step // every]) / lr
 
+    if length > 1:  # some look at their arguments when they step, which may be an epoch later
+        factor(every)
     return factor
 
 

@@ -120,12 +120,10 @@ def test_a_metric_of_one_s_own_decides_which_epoch_is_the_best(tmp_path):
         ([{"body": "a", "label": 1}], (), r"there is no column 'text'; it has body, label"),
         ([{"text": "a", "label": 1}] * 20, (), "all its labels are 1"),
         ([{"text": 3, "label": n % 2} for n in range(20)], (), "text of row 1 is 3, and no text"),
-        ([{"text": "a", "label": ""}] * 20, (), "label of row 1 is None, and no label"),
-        (
-            [{"text": "a", "label": n % 2} for n in range(40)],
-            ("dataset.metric=sklearn.metrics.nosuch",),
-            "nosuch",
-        ),
+        ([{"text": "a", "label": ""}] * 20, (), "label of row 1 is missing: empty"),
+        ([{"text": "a", "label": n / 7} for n in range(20)], (), "fractions, so scores: take pearson"),
+        ([{"text": "a", "label": n % 3} for n in range(40)], ("dataset.metric=f1",), "has 3"),
+        ([{"text": "a", "label": "b"}], ("dataset.pair=label",), "'label' is two of them"),
     ],
 )
 def test_files_that_do_not_fit_are_refused_in_a_line(rows, words, message, tmp_path):
@@ -145,3 +143,16 @@ def test_a_label_that_no_training_text_has_is_refused(tmp_path):
     odd.write_bytes(b"")
     with one_line(ConfigError, r"all.xlsx: it takes .csv, .tsv, .json, .jsonl, .parquet"):
         build(tmp_path, f"dataset.train={odd}")
+
+
+def test_rows_that_are_longer_than_the_header_are_refused(tmp_path):
+    file = tmp_path / "all.csv"
+    file.write_text("text,label\n" + "fine, but long,1\nshort, and bad,0\n" * 20)
+    with one_line(ConfigError, "rows have more columns than its header"):
+        build(tmp_path, f"dataset.train={file}")
+
+
+def test_a_metric_that_is_not_there_is_refused_before_the_training(tmp_path):
+    file = written(tmp_path / "all.csv", [{"text": t, "label": v} for t, v in ROWS])
+    with one_line(ConfigError, "nosuch"):
+        build(tmp_path, f"dataset.train={file}", "dataset.metric=sklearn.metrics.nosuch")

@@ -207,16 +207,18 @@ def test_a_rate_that_falls_at_milestones():
 
 
 @pytest.mark.parametrize(
-    ("target", "message"),
+    ("target", "arguments", "message"),
     [
-        ("torch.optim.lr_scheduler.ReduceLROnPlateau", "follows a metric: it takes one that"),
-        ("torch.optim.lr_scheduler.StepLR", r"StepLR.* missing 1 required .*step_size"),
-        ("torch.optim.SGD", "is no torch.optim.lr_scheduler.LRScheduler"),
-        ("torch.optim.lr_scheduler.NoSuch", "cannot be imported"),
+        ("torch.optim.lr_scheduler.ReduceLROnPlateau", None, "follows a metric: it takes one that"),
+        ("torch.optim.lr_scheduler.StepLR", None, r"StepLR.* missing 1 required .*step_size"),
+        ("torch.optim.lr_scheduler.StepLR", {"step_size": 0}, r"StepLR: .* zero"),
+        ("torch.optim.lr_scheduler.StepLR", {"step_size": "x"}, r"StepLR: "),
+        ("torch.optim.SGD", None, "is no torch.optim.lr_scheduler.LRScheduler"),
+        ("torch.optim.lr_scheduler.NoSuch", None, "cannot be imported"),
     ],
 )
-def test_what_is_no_schedule_of_the_step_is_refused(target, message):
-    options = {"name": "custom", "target": target, "options": None, "interval": "step"}
+def test_what_is_no_schedule_of_the_step_is_refused(target, arguments, message):
+    options = {"name": "custom", "target": target, "options": arguments, "interval": "step"}
     with one_line(ConfigError, message):
         scheduled(options, 0.1, 10)
 
@@ -253,6 +255,7 @@ def test_an_optimizer_by_its_class(tmp_path):
         (("optimizer.target=torch.nn.Linear",), "is no torch.optim.Optimizer"),
         (("optimizer.target=torch.optim.Rprop", "optimizer.weight_decay=0.1"), "weight_decay"),
         (("optimizer.target=torch.optim.NAdam", "optimizer.options={beta: 1}"), "'beta'"),
+        (("optimizer.target=torch.optim.NAdam", "optimizer.options={lr: 1}"), "say optimizer.lr"),
         (("optimizer.target=torch.optim.LBFGS",), "LBFGS"),
     ],
 )
