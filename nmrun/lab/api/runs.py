@@ -297,7 +297,9 @@ def _recipe(recipe: Recipe | type) -> dict[str, Any]:
         return settings
     keys = [key.name for key in dataclasses.fields(recipe) if key.init]
     values = {key: getattr(recipe, key) for key in keys}
-    if lost := sorted(vars(recipe).keys() - vars(kind(**values)).keys()):
+    with refused(f"recipe={kind.__name__} cannot be made from its fields: ", TypeError, ValueError):
+        twin = kind(**values)
+    if lost := sorted(vars(recipe).keys() - vars(twin).keys()):
         raise ConfigError(
             f"recipe={kind.__name__}: {', '.join(lost)}: no field, so no config has it"
         )

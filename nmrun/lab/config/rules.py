@@ -17,8 +17,9 @@ from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import RUNNING_TEXT
 from nmrun.lab.keys.ranges import AS_DENSE, START
 from nmrun.lab.keys.recipe_facts import recipe_facts
-from nmrun.lab.runs.run_folder import own_weights, weights_in
+from nmrun.lab.runs.run_folder import OWN, own_weights, weights_in
 from nmrun.patterns import Pattern, PatternError, written
+from nmrun.ranges import TEXT
 from nmrun.recipes import RECIPES
 
 Valid = Callable[..., bool]  # says whether these keys and their groups have valid values
@@ -260,6 +261,11 @@ def _no_weights(plain: dict[str, Any]) -> Iterator[str]:
         # a recipe takes any file, of a run or not
         taken = key.startswith("recipe.") and Path(place).expanduser().is_file()
         if not (taken or own_weights(place)) and (why := folder.without(name)):
+            path = Path(place).expanduser()
+            if key == "init" and path.is_file():
+                why = f"a file of weights is {', '.join(OWN)}"
+            elif path.suffix in OWN and not path.exists():
+                why = "there is no such file"
             yield f"{key}={place}: {why}"
 
 
@@ -300,6 +306,8 @@ def _no_pretrained(dataset: dict[str, Any], model: dict[str, Any]) -> Iterator[s
     named = {"model.pretrained": model.get("pretrained")}
     if dataset.get("tokenizer") != model.get("pretrained"):  # the model's own by default
         named["dataset.tokenizer"] = dataset.get("tokenizer")
+        if isinstance(dataset.get("tokenizer"), bool):
+            yield f"dataset.tokenizer={str(dataset['tokenizer']).lower()}: it takes {TEXT.allowed}"
     for key, place in named.items():
         folder = str(place).startswith(("/", "./", "../", "~"))
         if folder and not Path(str(place)).expanduser().is_dir():

@@ -234,6 +234,10 @@ class ImageNet(FromDisk, Augmented, Subset, Dataset):
 
 
 MODELS_OWN = "${oc.select:model.pretrained,words}"  # the tokenizer that a model came with
+# that of an image network is true or false: what is wrong then is the network, and rules say so
+TOKENIZER = Check(
+    TEXT.allowed, lambda value: isinstance(value, bool) or TEXT.holds(value), why=TEXT.why
+)
 
 
 @dataclass(frozen=True)
@@ -243,7 +247,7 @@ class Encoding(Group):
     max_length: Annotated[int, whole(8), "tokens at most; longer texts are cut"] = 128
     tokenizer: Annotated[
         str,
-        TEXT,
+        TOKENIZER,
         "words (hashed), or a Hugging Face tokenizer by name or folder; default: the model's own",
     ] = MODELS_OWN
     vocabulary: Annotated[int, whole(4), "size of the table that words are hashed to"] = 8192

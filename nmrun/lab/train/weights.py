@@ -94,11 +94,14 @@ def read(path: Path, setting: str) -> dict[str, Tensor]:
     """The tensors by name in a safetensors file, or in what ``torch.save`` has written of a state
     dict: alone, or as ``model`` or ``state_dict`` of a checkpoint; what DDP adds to names is taken
     away. ConfigError for another file."""
-    unreadable = (OSError, SafetensorError, RuntimeError, EOFError, UnpicklingError, KeyError)
+    unreadable = (OSError, SafetensorError, RuntimeError, EOFError, KeyError)
     with refused(f"{setting}: {path.name} cannot be read: ", *unreadable):
         if path.suffix == ".safetensors":
             return load_file(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except UnpicklingError:  # torch's own line advises weights_only=False, which runs any code
+            state = None
     for key in ("model", "state_dict"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]

@@ -34,6 +34,12 @@ WORDS = [word for word in TINY if not word.startswith("model.")]
 OWN = [*WORDS, "model=mlp", "recipe._target_=my_step.Step"]
 
 
+class Sized(recipes.SRSTE):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -184,6 +190,7 @@ def test_an_object_that_no_config_can_say_is_refused_in_a_line():
         (Inside(), "define it outside of functions"),
         (new, "recipe.t_max: a Tensor: it takes a number"),
         (marked, "beside: no field"),
+        (Sized(3), "recipe=Sized cannot be made from its fields: "),
         (int, "not a subclass of nmrun.recipes.base.Recipe"),
     ):
         with pytest.raises(ConfigError, match=re.escape(says)) as caught:

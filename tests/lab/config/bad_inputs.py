@@ -235,6 +235,9 @@ TOGETHER = {
     "dataset=stdlib_text model=gpt_tiny trainer.activations=2:4": "it goes with model.activation=relu2",
     "dataset=stdlib_text model=gpt_tiny model.activation=relu2 trainer.activations=2:4 trainer.activations_dense_start=0.5 "
     "trainer.activations_dense_end=0.5": "less than 1",
+    "dataset=generated_text model=resnet18": "model=resnet18 is for images",
+    "dataset=generated_text model=text_encoder dataset.tokenizer=true": "it takes a text",
+    "init=nowhere.pt": "init=nowhere.pt: there is no such file",
     "trainer.distill=nowhere": "trainer.distill=nowhere: no finished run is there",
     "trainer.distill=start": "begins with random weights",
     "trainer.distributed=fspd": "did you mean fsdp?",
