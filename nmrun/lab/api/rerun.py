@@ -56,6 +56,9 @@ def main(argv: Sequence[str]) -> int:
     changed = {"force", "resume", *map(command_line.key, options.changes)}
     if line := re.fullmatch(r"(.+\.csv):(\d+)", options.run):
         place, words = "", _of_line(line[1], options.run, changed)
+    elif re.fullmatch(r".+\.csv(:.*)?", options.run):
+        file = options.run.partition(".csv")[0]
+        raise ConfigError(f"{options.run}: name the line of a run, as in {file}.csv:17")
     else:
         options.run = settings.only_run(Path(options.run))
         place, words = _of_folder(options.run)
@@ -100,9 +103,10 @@ def _of_line(file: str, name: str, changed: Collection[str]) -> list[str]:
     """
     from nmrun.lab.compare.runs import from_csv
 
-    run = next((run for run in from_csv(file) if run["folder"] == name), None)
-    if run is None:
-        raise ConfigError(f"{name}: no run is in that line")
+    runs = {run["folder"]: run for run in from_csv(file)}
+    if (run := runs.get(name)) is None:
+        known = f"; the first is {min(runs, key=len)}" if runs else ""
+        raise ConfigError(f"{name}: no run is in that line{known}")
     if run["recipe"] in METHODS:
         raise ConfigError(f"{name}: {run['recipe']} prunes without training, by nmrun prune")
     if run.get("trainer.batch_size", math.nan) != run.get("trainer.batch_size"):

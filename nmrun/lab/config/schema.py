@@ -96,6 +96,8 @@ def problems(plain: dict[str, Any], unsure: Collection[str] = ()) -> list[str]:
     ``unsure`` are known to be wrong already and are not checked."""
     groups, keys = (*NAMED, *UNNAMED), options.keys("")
     errors = {no_key(key, (*keys, *groups)): key for key in plain if key not in (*keys, *groups)}
+    if "experiment" in plain:  # Hydra's own way is a package of the group's name
+        errors = {"experiment=: its file begins with the line # @package _global_": "experiment"}
     errors |= {f"{key}: missing; a run needs it": key for key in keys if key not in plain}
     values = dict(wrong_values(ranges("", plain), plain, ""))
     for group in groups:

@@ -140,6 +140,8 @@ def _said(outputs: Tensor, names: Sequence[str] | None, most: int) -> str:
 def _texts(file: Path, content: bytes, task: TextClassification) -> list[tuple[str, ...]]:
     with refused(f"{file}: not a text in UTF-8: ", UnicodeDecodeError):
         lines = content.decode().removesuffix("\n").split("\n")
+    if not content:
+        raise ConfigError(f"{file}: it has no lines")
     texts = [tuple(line.rstrip("\r").split("\t")) for line in lines]
     for place, text in enumerate(texts, 1):
         if len(text) != task.texts:

@@ -207,7 +207,8 @@ def test_lines_of_committed_files_have_the_id_of_their_settings(line, monkeypatc
     ("line", "complaint"),
     [
         ("step_long.csv:9999", "no run is in that line"),
-        ("step_long.csv:1", "no run is in that line"),
+        ("step_long.csv:1", "no run is in that line; the first is"),
+        ("step_long.csv", "name the line of a run, as in"),
         ("digits.csv:2", "the file has not all settings of a run"),
         ("one_shot.csv:2", "magnitude prunes without training, by nmrun prune"),
         ("images_trials.csv:2", "no file of runs: it has no column"),

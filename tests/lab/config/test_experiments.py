@@ -14,6 +14,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from errors import one_line
 from runs import result_of
 from verbs import verb
 
@@ -445,6 +446,12 @@ def test_experiments_of_ones_own_are_told_from_the_papers(own):
         jobs.checked(["experiment=one,step_cifar10"], True, own)
     with pytest.raises(ConfigError, match="no such experiment"):
         jobs.checked(["experiment=one"], True)
+
+
+def test_an_experiment_of_ones_own_has_hydra_s_line_above_it(own):
+    (Path(own) / "experiment" / "three.yaml").write_text("seed: 7\n")
+    with one_line(ConfigError, "its file begins with the line # @package _global_"):
+        jobs.checked(["experiment=three"], False, own)
 
 
 def test_an_experiment_of_a_recipe_of_ones_own_has_its_runs(tmp_path):

@@ -121,7 +121,11 @@ def test_a_metric_of_one_s_own_decides_which_epoch_is_the_best(tmp_path):
         ([{"text": "a", "label": 1}] * 20, (), "all its labels are 1"),
         ([{"text": 3, "label": n % 2} for n in range(20)], (), "text of row 1 is 3, and no text"),
         ([{"text": "a", "label": ""}] * 20, (), "label of row 1 is missing: empty"),
-        ([{"text": "a", "label": n / 7} for n in range(20)], (), "fractions, so scores: take pearson"),
+        (
+            [{"text": "a", "label": n / 7} for n in range(20)],
+            (),
+            "fractions, so scores: take pearson",
+        ),
         ([{"text": "a", "label": n % 3} for n in range(40)], ("dataset.metric=f1",), "has 3"),
         ([{"text": "a", "label": "b"}], ("dataset.pair=label",), "'label' is two of them"),
     ],
