@@ -46,6 +46,14 @@ def test_a_job_at_its_limit_is_saved_and_queued_again():
 
 
 @needs("launchers", "hydra_plugins.hydra_submitit_launcher")
+def test_what_the_page_sets_is_taken():
+    page = (Path(__file__).parents[3] / "docs" / "sweeps.md").read_text(encoding="utf-8")
+    words = re.findall(r"`'?(\+?launcher\.\w+[^`' ]*=[^`']+)'?`", page.partition("\n## Slurm")[2])
+    assert len(words) > 4
+    assert jobs.checked(["launcher=slurm", *words, "seed=0,1"], True).launcher == "slurm"
+
+
+@needs("launchers", "hydra_plugins.hydra_submitit_launcher")
 def test_a_preset_of_ones_own_is_a_launcher_for_slurm(tmp_path):
     (tmp_path / "hydra" / "launcher").mkdir(parents=True)
     (tmp_path / "hydra" / "launcher" / "ours.yaml").write_text("defaults: [slurm]\nqos: low\n")
