@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import shlex
 import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import ModuleType
@@ -291,7 +293,7 @@ SWEEPS = {
     "-m optimizer.lr=interval(1e-4,1e-2)": "nmrun tune --over",
     "-m sparsity=2:4,4:2": "1 <= N <= M",
     "-m seed=0,1 optimizer.lr=1e-3,abc": "a number above 0",
-    "-m experiment=nosuch": "a file of yours is experiment=PATH.yaml",
+    "-m experiment=nosuch": "yours are DIR/experiment/NAME.yaml",
     "-m experiment=step_agressive": "did you mean step_aggressive?",
     "-m experiment=step_aggressive scale=tiny": "no such scale",
     "-m experiment=": "no such experiment",
@@ -625,6 +627,7 @@ def main() -> None:
     runner: Any = ModuleType("nmrun.lab.train.runner")
     runner.run = lambda *_: {"status": "planned", "folder": None}
     sys.modules[runner.__name__] = runner
+    os.chdir(tempfile.mkdtemp())  # each line's leftovers are deleted
     print(json.dumps({line: answer(line) for line in EVERY}))
 
 
