@@ -40,7 +40,7 @@ def labelled_text(config: Config, device: torch.device) -> TextClassification:
     options = config.dataset.as_kind(LabelledText)
     files = {"train": options.train, "val": options.val, "test": options.test}
     splits = {split: _read(storage.path_of(file), options) for split, file in files.items() if file}
-    _cut(splits, options)
+    cut(splits, options)
     labels = splits["train"][1]
     scored = all(isinstance(label, float) for label in labels)
     names = [] if scored else sorted(set(labels), key=lambda label: (str(type(label)), label))
@@ -87,7 +87,7 @@ def _read(path: Path, options: LabelledText) -> Rows:
     return list(zip(*texts, strict=True)), labels
 
 
-def _cut(splits: dict[str, Rows], options: LabelledText) -> None:
+def cut(splits: dict[str, Rows], options: LabelledText) -> None:
     """Take what has no file of its own from the training texts, by ``split_seed``."""
     texts, labels = splits["train"]
     order = list(range(len(labels)))
