@@ -49,13 +49,12 @@ END = {
     "status": str, "folder?": str | None, "error?": str | None, "overrides?": [str],
     "seconds?": COUNT, "ended?": COUNT,
 }  # fmt: skip
-UNTRAINED = (
-    "skipped",
-    "planned",
-    "running",
-    "queued",
-    "refused",
-)  # statuses of jobs that took hardly any time
+# statuses of jobs, from those that went well to those that did not
+STATUSES = (
+    *("finished", "planned", "skipped", "running", "queued"),
+    *("interrupted", "failed", "refused", "killed"),
+)
+UNTRAINED = ("skipped", "planned", "running", "queued", "refused")  # took hardly any time
 
 
 def new_folder(output_dir: str) -> Path:
@@ -184,20 +183,9 @@ class Record:
         return {job: line for job, line in self.submitted.items() if line["queue"] in there}
 
     def counts(self) -> dict[str, int]:
-        """Ended jobs by status, from those that went well to those that did not."""
+        """Ended jobs by status, in the order of ``STATUSES``."""
         counts = Counter(line["status"] for line in self.ends)
-        order = (
-            "finished",
-            "planned",
-            "skipped",
-            "running",
-            "queued",
-            "interrupted",
-            "failed",
-            "refused",
-            "killed",
-        )
-        return {status: counts[status] for status in order if counts[status]}
+        return {status: counts[status] for status in STATUSES if counts[status]}
 
     def done(self) -> str:
         return f"{len(self.ends)} of {self.jobs or '?'} jobs done"
@@ -334,9 +322,8 @@ def summary(folder: Path) -> tuple[str, int]:
         parts.append(f"{missing} not reached")
     passed = record.elapsed(running=True)
     took = "" if passed is None else f"; {span(passed)}"
-    lines = [
-        f"sweep of {len(record.ends) + len(queued) + missing}: {', '.join(parts) or 'nothing done'}{took}"
-    ]
+    total = len(record.ends) + len(queued) + missing
+    lines = [f"sweep of {total}: {', '.join(parts) or 'nothing done'}{took}"]
     for line in failed:
         words = _typed(line["overrides"])
         said = ": ".join(filter(None, (line["status"], words, line.get("error"))))
