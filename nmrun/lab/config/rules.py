@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nmrun.errors import extra
+from nmrun.lab.config import sources
 from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import RUNNING_TEXT
 from nmrun.lab.keys.ranges import AS_DENSE, START
@@ -214,10 +215,8 @@ def refusals(plain: dict[str, Any], on_this_machine: bool = True) -> Iterator[st
     that a launcher finds.
     """
     custom = {group for group in ("dataset", "model") if "_target_" in plain[group]}
-    for group in ("dataset", "model", "recipe"):
-        yield from _unknown_package(f"{group}._target_", plain[group].get("_target_"))
-    for group in ("optimizer", "schedule"):
-        yield from _unknown_package(f"{group}.target", plain[group].get("target"))
+    for group, key in sources.OWN.items():
+        yield from _unknown_package(f"{group}.{key}", plain[group].get(key))
     yield from _not_installed(plain)
     yield from _no_teacher(plain)
     if on_this_machine:

@@ -71,7 +71,8 @@ def recorded(asked: Command, command: str, sweeps: Sequence[list[str]] = ()) -> 
     """The record of a new sweep, which counts as running while the context is entered. The record
     of a plan (``dry=true``) is removed at the end.
 
-    ``command`` is as it was typed; ``sweeps`` are the overrides of each sweep. Raises ConfigError where the folder cannot be made.
+    ``command`` is as it was typed; ``sweeps`` are the overrides of each sweep. Raises ConfigError
+    where the folder cannot be made.
     """
     with tempfile.TemporaryDirectory() as nowhere:  # for the ranks that do not lead
         output_dir = asked.output_dir
@@ -91,11 +92,7 @@ def recorded(asked: Command, command: str, sweeps: Sequence[list[str]] = ()) -> 
 
 
 def begin(
-    folder: Path,
-    jobs: int,
-    command: str,
-    output_dir: str,
-    sweeps: Sequence[Sequence[str]] = (),
+    folder: Path, jobs: int, command: str, output_dir: str, sweeps: Sequence[Sequence[str]] = ()
 ) -> None:
     """Begin the record of a sweep of ``jobs`` jobs; the other arguments are those of
     :func:`recorded`."""
