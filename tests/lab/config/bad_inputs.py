@@ -288,7 +288,7 @@ SWEEPS = {
     "-m optimizer.lr=interval(1e-4,1e-2)": "nmrun tune --over",
     "-m sparsity=2:4,4:2": "1 <= N <= M",
     "-m seed=0,1 optimizer.lr=1e-3,abc": "a number above 0",
-    "-m experiment=nosuch": "a file of yours is experiment=PATH.yaml",
+    "-m experiment=nosuch": "PATH.yaml for a table",
     "-m experiment=step_agressive": "did you mean step_aggressive?",
     "-m experiment=step_aggressive scale=tiny": "no such scale",
     "-m experiment=": "no such experiment",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +31,9 @@ Rows = tuple[list["Text"], list[Any]]
 
 
 def labelled_text(config: Config, device: torch.device) -> TextClassification:
-    """Classes are the training texts' labels in sorted order, ``names`` of the task; labels that are
-    fractions are scores. Raises ConfigError for files and columns that are not as they should be,
-    and for a label that no training text has.
+    """The task of these files. Classes are the training texts' labels in sorted order, ``classes``
+    of its signature; labels that are all fractions are scores. Raises ConfigError for files and
+    columns that are not as they should be, and for a label that no training text has.
     """
     from nmrun.lab.tasks.text.classification import TextClassification
 
@@ -62,10 +62,10 @@ def _read(path: Path, options: LabelledText) -> Rows:
         import datasets
     if path.suffix not in FORMATS:
         raise ConfigError(f"{path}: it takes {', '.join(FORMATS)}")
-    kind, how = FORMATS[path.suffix]
+    form, how = FORMATS[path.suffix]
     datasets.disable_progress_bars()
     try:
-        table = datasets.load_dataset(kind, data_files=str(path), split="train", **how)
+        table = datasets.load_dataset(form, data_files=str(path), split="train", **how)
     except Exception as error:  # each format has errors of its own
         cause = error.__cause__ or error
         line = textwrap.shorten(str(cause) or type(cause).__name__, 300)
@@ -77,11 +77,10 @@ def _read(path: Path, options: LabelledText) -> Rows:
             raise ConfigError(f"{path}: there is no column {column!r}; it has {has}")
     *texts, labels = (list(table[column]) for column in columns)
     for column, values in zip(columns, (*texts, labels), strict=True):
-        of_texts = column != options.label
+        kind = "label" if column == options.label else "text"
         for row, value in enumerate(values, 1):
-            if value is None or (of_texts and not isinstance(value, str)):
-                takes = "a text" if of_texts else "a label"
-                raise ConfigError(f"{path}: {column} of row {row} is {value!r}, and no {takes[2:]}")
+            if value is None or (kind == "text" and not isinstance(value, str)):
+                raise ConfigError(f"{path}: {column} of row {row} is {value!r}, and no {kind}")
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"{path}: {column} of row {row} is {value}")
     return list(zip(*texts, strict=True)), labels
@@ -102,8 +101,8 @@ def cut(splits: dict[str, Rows], options: LabelledText) -> None:
 
 def _number(numbers: Mapping[Any, int], label: Any, split: str) -> int:
     if label not in numbers:
-        known: Sequence[str] = [repr(each) for each in numbers]
+        known = ", ".join(map(repr, numbers))
         raise ConfigError(
-            f"the {split} texts have the label {label!r}, and those for training {', '.join(known)}"
+            f"the {split} texts have the label {label!r}, and those for training {known}"
         )
     return numbers[label]
