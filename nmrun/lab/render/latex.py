@@ -85,6 +85,9 @@ def environment(
     rule below.
     """
     star = "*" if _width(lines) > COLUMN else ""
+    head, *rows = (" & ".join(line) + r" \\" for line in lines)
+    if 0 < references < len(rows):
+        rows.insert(references, r"\midrule")
     return "\n".join(
         [
             HEAD,
@@ -96,9 +99,9 @@ def environment(
             rf"\begin{{tabular}}{{{'l' * keys}{'c' * (len(lines[0]) - keys)}}}",
             r"\toprule",
             *above,
-            " & ".join(lines[0]) + r" \\",
+            head,
             r"\midrule",
-            *_body(lines[1:], references),
+            *rows,
             r"\bottomrule",
             r"\end{tabular}",
             rf"\end{{table{star}}}",
@@ -110,14 +113,6 @@ def environment(
 def escape(text: str) -> str:
     """A text as LaTeX prints it."""
     return "".join(SPECIAL.get(c, c) for c in text)
-
-
-def _body(lines: Sequence[Sequence[str]], references: int) -> list[str]:
-    """The rows, with a rule below the references, which come first."""
-    rows = [" & ".join(line) + r" \\" for line in lines]
-    if 0 < references < len(rows):
-        rows.insert(references, r"\midrule")
-    return rows
 
 
 def _cell(figure: Figure, n: int) -> str:
