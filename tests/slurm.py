@@ -41,8 +41,8 @@ PartitionName=all Nodes=ALL Default=YES
 
 @contextlib.contextmanager
 def cluster(place: Path) -> Iterator[None]:
-    """Jobs start two at a time; one that is queued again waits ten seconds. Skips the test where there are no programs of Slurm's (Debian's
-    slurm-wlm), or they do not start."""
+    """Jobs start two at a time; one that is queued again waits ten seconds. Skips the test where
+    there are no programs of Slurm's (Debian's slurm-wlm), or they do not start."""
     programs = ("slurmctld", "slurmd", "sbatch", "srun")
     if missing := [name for name in programs if shutil.which(name) is None]:
         pytest.skip(f"no {', '.join(missing)} here (Debian: apt install slurm-wlm)")

@@ -89,9 +89,9 @@ def is_parsed(words: list[str]) -> bool:
             raise ConfigError(f"unrecognized: {unknown}")
         raise Parsed
 
-    whole = cli.verbs.Parser.parse_known_args
+    whole = cli.arguments.Parser.parse_known_args
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli.verbs.Parser, "parse_known_args", parse_known_args)
+        patch.setattr(cli.arguments.Parser, "parse_known_args", parse_known_args)
         try:
             cli.find("verb", words[0], cli.all_verbs())(words[1:])
         except Parsed:

@@ -37,7 +37,6 @@ from nmrun.fast.measurement import (
     is_faster,
     watched,
 )
-from nmrun.fast.measurement import lines as lines
 from nmrun.products import layer, simulation
 from nmrun.products.attention import DotProductAttention
 from nmrun.products.layer import Phase

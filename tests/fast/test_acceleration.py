@@ -90,7 +90,7 @@ def test_the_fastest_right_path_is_taken_where_it_beats_dense(
         True,
         False,
     ]
-    lines = acceleration.lines(choices)
+    lines = measurement.lines(choices)
     assert lines[0] == "N:M products in 2 of 3 sparse layers"
     assert (
         lines[1]
@@ -142,7 +142,7 @@ def test_slower_than_dense(machine: Machine) -> None:
     _, handle = sparse(model)
     choices = accelerate(handle, passing(model))
     assert [c.path for c in choices] == [None] * 3
-    assert acceleration.lines(choices)[0] == "masks only: no N:M product is faster than dense"
+    assert measurement.lines(choices)[0] == "masks only: no N:M product is faster than dense"
     assert "dense 6.000 ms, compressed 7.000 ms (0.86x)" in choices[0].reason
     assert [c.path for c in accelerate(handle, passing(model), "force")] == [
         "compressed",
@@ -326,7 +326,7 @@ def test_why_layers_stay_dense() -> None:
         reasons = {c.name: c.reason for c in accelerate(handle, lambda: model(x))}
     assert reasons["narrow.weight"] == "32 inputs and 24 outputs are not multiples of 16"
     known = accelerate(handle, lambda: pytest.fail("no pass is needed"), why_not="it rains")
-    assert acceleration.lines(known) == ["masks only, nothing is accelerated: it rains"]
+    assert measurement.lines(known) == ["masks only, nothing is accelerated: it rains"]
     assert accelerate(handle, lambda: pytest.fail("nor here"), "off") == []
     with pytest.raises(ConfigError, match="acceleration=fast: it takes one of auto, off, force, "):
         accelerate(handle, passing(model), "fast")

@@ -108,7 +108,7 @@ def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe, tmp_path)
         assert weights(again.model) == weights(whole.model), step
 
 
-@pytest.mark.parametrize("recipe", ["proxsparse", "maskllm"])
+@pytest.mark.parametrize("recipe", [pytest.param("proxsparse", marks=pytest.mark.slow), "maskllm"])
 def test_it_evaluates_what_the_run_would_leave(recipe, tmp_path):
     """On two data sets, at the start, in steps and at the end of epochs; the training does not change."""
     seen: list[tuple[int, str]] = []

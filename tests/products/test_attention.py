@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nmrun import accelerate, optim, sparsify
-from nmrun.fast import acceleration
+from nmrun.fast import measurement
 from nmrun.fast.cpu import probe
 from nmrun.fast.measurement import FLOAT32, Times
 from nmrun.lab.models.texts import GPTNetwork
@@ -103,7 +103,7 @@ def test_a_run_takes_what_is_faster(faster, monkeypatch):
     assert [c.name for c in choices] == ["h.0.attn.attend", "h.1.attn.attend"]
     assert {c.path for c in choices} == {FLOAT32 if faster == FLOAT32 else None}
     assert not any(c.is_sparse for c in choices)
-    report = "\n".join(acceleration.lines(choices))
+    report = "\n".join(measurement.lines(choices))
     assert "causal attention in 2 heads of 16, 3 x 16 tokens, bfloat16: bfloat16 " in report
     losses = trained(copy.deepcopy(model))
     assert (losses == plain) == (faster == "dense")

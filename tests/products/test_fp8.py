@@ -223,7 +223,8 @@ def test_estimates_stay_dense():
     assert all(loss < 10 for loss in losses)
 
 
-def test_what_is_said(tmp_path):
+def test_what_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "_is_small_on_cpu", lambda *_: False)  # as on a GPU
     network = (
         "model=mlp",
         "model.hidden=[32,64,32]",

@@ -4,7 +4,6 @@ or a line of a CSV file of runs: ``docs/results/images.csv:17``."""
 from __future__ import annotations
 
 import ast
-import math
 import os
 import re
 import shlex
@@ -104,22 +103,22 @@ def _of_line(file: str, name: str, changed: Collection[str]) -> list[str]:
     from nmrun.lab.compare.runs import from_csv
 
     runs = {run["folder"]: run for run in from_csv(file)}
-    if (run := runs.get(name)) is None:
+    if (line := runs.get(name)) is None:
         known = f"; the first is {min(runs, key=len)}" if runs else ""
         raise ConfigError(f"{name}: no run is in that line{known}")
+    run = {key: value for key, value in line.items() if value == value}  # else it is NaN: empty
     if run["recipe"] in METHODS:
         raise ConfigError(f"{name}: {run['recipe']} prunes without training, by nmrun prune")
-    if run.get("trainer.batch_size", math.nan) != run.get("trainer.batch_size"):
+    if "trainer.batch_size" not in run:
         raise ConfigError(f"{name}: the file has not all settings of a run; its page has a command")
-    chosen = [group for group in options_of.GROUPS if run.get(group, math.nan) == run.get(group)]
+    chosen = [group for group in options_of.GROUPS if group in run]
     words, of_others = {group: f"{group}={run[group]}" for group in chosen}, False
     for group in dict.fromkeys(("", *chosen, "trainer")):
         for key, field in options_of.keys(group, str(run.get(group))).items():
             full = f"{group}.{key}".lstrip(".")
-            value = run.get(full, math.nan)
-            if value != value or full in (*RATIO_KEYS, *OF_COMMAND):
+            if full not in run or full in (*RATIO_KEYS, *OF_COMMAND):
                 continue
-            text = value_text(value)
+            text = value_text(run[full])
             if field.check is WEIGHTS and text not in ("null", START):
                 of_others = True
                 if full not in changed:
@@ -129,7 +128,9 @@ def _of_line(file: str, name: str, changed: Collection[str]) -> list[str]:
                     )
             elif text != value_text(field.default):
                 as_list = text[:1] in ("[", "{")
-                words[full] = command_line.word(full, ast.literal_eval(text) if as_list else value)
+                words[full] = command_line.word(
+                    full, ast.literal_eval(text) if as_list else run[full]
+                )
     if of_others:
         return [*words.values()]
     # results of versions before 0.1.0 name the layers that model.exclude=auto found

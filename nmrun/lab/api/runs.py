@@ -211,9 +211,10 @@ class Result:
         return "\n".join(["nmrun.Result", *(f"  {name:{width}}  {value}" for name, value in lines)])
 
     def _repr_html_(self) -> str:
-        from nmrun.lab.render.formats import Grid, html_table
+        from nmrun.lab.render.formats import html_table
+        from nmrun.lab.render.grids import Figure, Grid
 
-        lines = [([name], [(value, False)]) for name, value in self._lines()]
+        lines = [([name], [Figure(value)]) for name, value in self._lines()]
         return html_table(Grid(["nmrun.Result"], 1, ["", ""], lines))
 
     def _lines(self) -> list[tuple[str, str]]:

@@ -29,7 +29,7 @@ from nmrun.lab.compare.runs import (
     verify,
 )
 from nmrun.lab.compare.statistics import Difference
-from nmrun.lab.compare.tables import Run, Table, build, settings_apart
+from nmrun.lab.compare.tables import ROW_COLUMNS, Run, Table, build, settings_apart
 
 GROUPS = ("dataset", "model")  # of which each has a table
 ALL = "all cells"
@@ -188,47 +188,69 @@ def lines(comparison: Comparison) -> Lines:
     Over all cells, ``better`` counts those in which a row is better, and ``difference`` is in
     standard deviations of a run.
     """
-    return _of_rows(comparison) if comparison.overall else _of_cells(comparison.tables)
+    tables = comparison.tables
+    if comparison.overall:
+        return _of_rows(comparison.overall, tables[0].row_keys)
+    return _of_cells(tables)
 
 
 def _of_cells(tables: Sequence[Table]) -> Lines:
     table_keys = (*tables[0].row_keys, *tables[0].column_keys)
     groups = [key for key in GROUPS if key not in table_keys]
-    compared = ["difference", "low", "high", "p", "least"] if tables[0].baseline else []
-    numbers = ["mean", "sd", "n", "best", "without", "median", "seeds", "values"]
-    cells: Lines = [[*groups, *table_keys, "metric", *numbers, *compared]]
+    figures, cells = dict[str, Any](), []
     for table in tables:
         group = [table.shared[key] for key in groups]
         for row in table.rows:
             for labels, column in table.columns_of(row):
-                if (row, column) in table.cells:
-                    values = _of_cell(table, row, column)[: len(numbers) + len(compared)]
-                    cells.append([*group, *row, *labels, table.metric_of(row, column), *values])
-    return cells
+                if (row, column) not in table.cells:
+                    continue
+                figures = _of_cell(table, row, column)
+                if tables[0].baseline:
+                    figures |= _of_gap(table.differences.get((row, column)))
+                figures |= {name: of(table, row) for name, of in ROW_COLUMNS.items()}
+                metric = table.metric_of(row, column)
+                cells.append([*group, *row, *labels, metric, *figures.values()])
+    return [[*groups, *table_keys, "metric", *figures], *cells]
 
 
-def _of_cell(table: Table, row: Key, column: Key) -> list[Any]:
-    cell, gap = table.cells[row, column], table.differences.get((row, column))
-    best, without = int((row, column) in table.best), sum(cell.without.values())
-    seeds, values = list(cell.values), list(cell.values.values())
-    compared = [None] * 5 if gap is None else [gap.mean, gap.low, gap.high, gap.p, gap.least]
-    return [cell.mean, cell.sd, cell.n, best, without, cell.median, seeds, values, *compared]
+def _of_cell(table: Table, row: Key, column: Key) -> dict[str, Any]:
+    cell = table.cells[row, column]
+    return {
+        "mean": cell.mean,
+        "sd": cell.sd,
+        "n": cell.n,
+        "best": int((row, column) in table.best),
+        "without": sum(cell.without.values()),
+        "median": cell.median,
+        "seeds": list(cell.values),
+        "values": list(cell.values.values()),
+    }
 
 
-def _of_rows(comparison: Comparison) -> Lines:
-    numbers = ["cells", "better", "median", "difference", "low", "high", "p", "least", "freedom"]
-    lines: Lines = [[*comparison.tables[0].row_keys, "dataset", *numbers]]
-    for row in comparison.overall:
+def _of_gap(gap: Difference | None) -> dict[str, float | None]:
+    mean = None if gap is None else gap.mean
+    names = ("low", "high", "p", "least")
+    return {"difference": mean, **{name: getattr(gap, name, None) for name in names}}
+
+
+def _of_rows(rows: Sequence[overall.Overall], keys: Key) -> Lines:
+    figures, lines = dict[str, Any](), []
+    for row in rows:
         by_data = {data: (part.means, part.gap) for data, part in row.parts.items()}
         together = {ALL: (row.means, Difference(row.mean, 0))} if row.all_but else {}
         for left_out, mean in row.all_but.items():
             rest = [m for data, part in row.parts.items() if data != left_out for m in part.means]
             together[f"{ALL_BUT} {left_out}"] = rest, Difference(mean, 0)
         for data, (means, gap) in (by_data | together).items():
-            counts = len(means), overall.better(means), statistics.median(means)
-            test = gap.mean, gap.low, gap.high, gap.p, gap.least, gap.freedom
-            lines.append([*row.row, data, *counts, *test])
-    return lines
+            figures = {
+                "cells": len(means),
+                "better": overall.better(means),
+                "median": statistics.median(means),
+                **_of_gap(gap),
+                "freedom": gap.freedom,
+            }
+            lines.append([*row.row, data, *figures.values()])
+    return [[*keys, "dataset", *figures], *lines]
 
 
 # --- runs of any settings -------------------------------------------------------------------------

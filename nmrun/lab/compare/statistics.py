@@ -76,19 +76,8 @@ def summarise(
     )
 
 
-class Tested:
-    """A difference with a p-value, or None for no test."""
-
-    p: float | None
-
-    @property
-    def significant(self) -> bool:
-        """At the level of 5 %, of the p-value as it stands (``holm`` corrects it)."""
-        return self.p is not None and self.p < 1 - LEVEL
-
-
 @dataclass(frozen=True)
-class Difference(Tested):
+class Difference:
     """The mean of the differences over the seeds that two cells have in common.
 
     ``n`` counts those that failed in neither cell. ``spread`` is their standard deviation, at least
@@ -111,6 +100,11 @@ class Difference(Tested):
     def error(self) -> float:
         """The standard error of the mean; 0.0 where nothing is known of it."""
         return (self.spread or 0.0) / math.sqrt(max(1, self.n))
+
+    @property
+    def significant(self) -> bool:
+        """At the level of 5 %, of the p-value as it stands (``holm`` corrects it)."""
+        return self.p is not None and self.p < 1 - LEVEL
 
 
 def _without_noise(values: Floats, size: float | None = None) -> Floats:

@@ -7,7 +7,7 @@ import math
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -210,6 +210,11 @@ class Table:
         """The figures of a row of ``with_paper`` as they are printed; ``-`` for none."""
         values = self.paper[" ".join(row)]
         return [values.get(" ".join(column), "-") for column in self.columns]
+
+
+# What stands beside the cells of a row, by the name of its column: a number or a text. All formats
+# have it.
+ROW_COLUMNS: dict[str, Callable[[Table, Key], Any]] = {}
 
 
 def build(

@@ -209,7 +209,7 @@ class Sweep(NamedTuple):
     ``hydra.sweeper.params``."""
 
     launcher: str
-    known: Launcher | None
+    known: Launcher
     params: list[Override]
 
 

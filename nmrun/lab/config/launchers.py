@@ -13,9 +13,9 @@ GROUP = "hydra/launcher"
 class Launcher:
     """What differs between launchers.
 
-    ``extra`` is the extra of nmrun that has it, as Hydra's ``plugin``, whose class is ``target``.
-    ``needs`` is a program that it calls. ``here``: its jobs run on this machine. ``queues``: its
-    jobs outlive the command.
+    ``extra`` is the extra of nmrun that has it, empty for Hydra's own; ``plugin`` is Hydra's name of
+    it, and ``target`` its class. ``needs`` is a program that it calls. ``here``: its jobs run on this
+    machine. ``queues``: its jobs outlive the command.
 
     ``signals`` is how jobs get a signal that the sweep's process gets: ``passed`` on to processes
     that this has started, or ``read`` by them in the sweep's record. None: they do not.
@@ -30,13 +30,16 @@ class Launcher:
     queues: bool = False
 
 
-JOBLIB = "hydra_joblib_launcher.joblib_launcher.JoblibLauncher"
-SUBMITIT = "hydra_submitit_launcher.submitit_launcher."
+OTHER = Launcher("", "", "")  # of which nothing is known
+BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+JOBLIB = "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"
+SUBMITIT = "hydra_plugins.hydra_submitit_launcher.submitit_launcher."
 SLURM = Launcher(
     "launchers", "submitit_slurm", f"{SUBMITIT}SlurmLauncher", needs="sbatch", queues=True
 )
-RAY = "hydra_ray_launcher."
+RAY = "hydra_plugins.hydra_ray_launcher."
 LAUNCHERS = {
+    "basic": Launcher("", "basic", BASIC, here=True),
     "joblib": Launcher("launchers", "joblib", JOBLIB, here=True, signals="passed"),
     "submitit_local": Launcher(
         "launchers", "submitit_local", f"{SUBMITIT}LocalLauncher", here=True, signals="read"
@@ -48,10 +51,9 @@ LAUNCHERS = {
 }
 
 
-def of(target: str) -> Launcher | None:
+def of(target: str) -> Launcher:
     """What is known of the launcher of this class, under whatever name."""
-    known = (each for each in LAUNCHERS.values() if target == f"hydra_plugins.{each.target}")
-    return next(known, None)
+    return next((each for each in LAUNCHERS.values() if each.target == target), OTHER)
 
 
 def spelt_out(word: str) -> str:

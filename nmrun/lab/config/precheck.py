@@ -32,7 +32,7 @@ from nmrun.lab.config import (
     suggestions,
 )
 from nmrun.lab.config.composition import RATIO, Cache, composing, of_groups, plain_errors
-from nmrun.lab.config.launchers import GROUP, LAUNCHERS, Launcher
+from nmrun.lab.config.launchers import GROUP, LAUNCHERS, OTHER, Launcher
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config, flatten
 from nmrun.lab.keys.options import NAMED
@@ -71,7 +71,7 @@ class Command:
     sweeps: list[list[str]]
     jobs: list[Job]
     launcher: str
-    known: Launcher | None
+    known: Launcher
     hydras: bool
 
     @property
@@ -80,7 +80,7 @@ class Command:
 
     @property
     def queues(self) -> bool:
-        return self.known is not None and self.known.queues
+        return self.known.queues
 
     @property
     def detach(self) -> bool:
@@ -111,7 +111,7 @@ def read(
     cache = {} if cache is None else cache
     problems: list[str] = []
     jobs: dict[tuple[str, ...], Job] = {}
-    launcher, known, hydras = "basic", None, by_hydra(sweeps, config_dir)
+    launcher, known, hydras = "basic", LAUNCHERS["basic"], by_hydra(sweeps, config_dir)
     with composing(config_dir):
         for words in sweeps:
             try:
@@ -127,8 +127,7 @@ def read(
                 problems += error.problems
     if to_run and not problems:
         for job in jobs.values():
-            here = launcher == "basic" or (known is not None and known.here)
-            problems += rules.refusals(job.config.plain, here)
+            problems += rules.refusals(job.config.plain, known.here)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     if len({tuple(filter(command_line.is_hydras, words)) for words in sweeps}) > 1:
@@ -152,7 +151,7 @@ class _Sweep:
         named = [str(o.value()) for o in overrides if o.key_or_group == GROUP]
         self.launcher, missing = named[-1] if named else "basic", _refused(overrides)
         missing += _not_here(self.launcher, loader)
-        self.known: Launcher | None = None
+        self.known = LAUNCHERS.get(self.launcher, OTHER)
         readable = multirun and hydras and not missing and not unreadable
         # files may choose a launcher too, and add to what is swept
         if readable and (settings := composition.sweep(overrides)):
@@ -375,12 +374,12 @@ def _refused(overrides: Sequence[Override]) -> list[str]:
 def _not_here(launcher: str, loader: ConfigLoader) -> list[str]:
     """A line for a launcher that does not exist, is not installed, or has no cluster here."""
     installed = loader.get_group_options(GROUP)
-    known = LAUNCHERS.get(launcher)
-    if known is None and launcher not in installed:
+    known = LAUNCHERS.get(launcher, OTHER)
+    if known is OTHER and launcher not in installed:
         names = sorted({*installed, *LAUNCHERS})
         return [f"launcher={launcher}: {no_such('launcher', launcher, names)}"]
-    if known is not None and known.plugin not in installed:
+    if known is not OTHER and known.plugin not in installed:
         return [f"launcher={launcher} is not installed: {extra(known.extra)}"]
-    if known is not None and known.needs and shutil.which(known.needs) is None:
+    if known.needs and shutil.which(known.needs) is None:
         return [f"launcher={launcher}: there is no {known.needs} here; joblib needs no cluster"]
     return []

@@ -3,7 +3,6 @@ it begins."""
 
 from __future__ import annotations
 
-import functools
 import glob
 import importlib.util
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nmrun.errors import extra
+from nmrun.lab.config import sources
 from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import RUNNING_TEXT
 from nmrun.lab.keys.ranges import AS_DENSE, START
@@ -39,15 +39,33 @@ DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/nvmap")  # CUDA, W
 
 class Facts:
     """A resolved config for the rules: plain data, since parts of it may be wrong. ``valid`` says
-    whether keys have valid values; rules use no others."""
+    whether keys have valid values; rules use no others.
+
+    Attributes:
+        own_rules: whether the recipe is built-in and not the dense one.
+        pattern: the ratio of a sparse run that has a valid one.
+        no_pattern: what is wrong with a ratio whose numbers are valid.
+    """
 
     def __init__(self, plain: dict[str, Any], valid: Valid) -> None:
         self._valid = valid
-        self.output_dir: Any = plain.get("output_dir")
         groups = ("recipe", "optimizer", "model", "dataset", "trainer", "sparsity")
         self.recipe, self.optimizer, self.model, self.dataset, self.trainer, self.sparsity = (
             content if isinstance(content := plain.get(group), dict) else {} for group in groups
         )
+        builtin = valid("recipe") and "_target_" not in self.recipe
+        known = valid("sparsity.n", "sparsity.m", "sparsity.v")
+        no_ratio = known and self.sparsity["n"] is None and self.sparsity["m"] is None
+        dense = no_ratio or (builtin and self.recipe["name"] == "dense")
+        self.own_rules = builtin and not dense
+        self.pattern: Pattern | None = None
+        self.no_pattern = ""
+        if known and not dense:
+            text = written(self.sparsity)
+            try:
+                self.pattern = Pattern.parse(text)
+            except PatternError as error:
+                self.no_pattern = f"sparsity={text}: {error}"
 
     def valid(self, *keys: str) -> bool:
         """Whether a rule may use these keys; ``recipe.*`` is a built-in recipe and all its keys."""
@@ -56,65 +74,25 @@ class Facts:
             return self.own_rules and self._valid("recipe", *every)
         return self._valid(*keys)
 
-    @functools.cached_property
-    def own_rules(self) -> bool:
-        """Whether the recipe is built-in and not the dense one."""
-        return self._valid("recipe") and "_target_" not in self.recipe and not self.dense
-
-    @functools.cached_property
-    def ratio(self) -> tuple[Any, Any] | None:
-        if not self._valid("sparsity.n", "sparsity.m", "sparsity.v"):
-            return None
-        return self.sparsity["n"], self.sparsity["m"]
-
-    @functools.cached_property
-    def dense(self) -> bool:
-        builtin = self._valid("recipe") and "_target_" not in self.recipe
-        return (builtin and self.recipe["name"] == "dense") or self.ratio == (None, None)
-
-    @functools.cached_property
-    def _pattern(self) -> Pattern | str | None:
-        if self.ratio is None or self.dense:
-            return None
-        text = written(self.sparsity)
-        try:
-            return Pattern.parse(text)
-        except PatternError as error:
-            return f"sparsity={text}: {error}"
-
-    @property
-    def pattern(self) -> Pattern | None:
-        return self._pattern if isinstance(self._pattern, Pattern) else None
-
-    @property
-    def no_pattern(self) -> str | None:
-        """What is wrong with the ratio."""
-        return self._pattern if isinstance(self._pattern, str) else None
-
-    @functools.cached_property
-    def unwritable(self) -> Path | None:
-        """The first folder above the output that exists, if nothing can be written there."""
-        folder = Path(self.output_dir)
-        parents = [folder, *folder.absolute().parents]
-        # os.path says no to a name that is too long for the file system
-        existing = next((path for path in parents if os.path.exists(path)), Path("/"))
-        writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-        return None if writable else existing
-
 
 def broken(plain: dict[str, Any], valid: Valid) -> Iterator[str]:
     """One line for each rule that a resolved config breaks."""
     facts = Facts(plain, valid)
-    if facts.no_pattern is not None:
+    if facts.no_pattern:
         yield facts.no_pattern
     yield from _wrong_recipe(facts)
     yield from _wrong_training(facts)
     yield from _wrong_acceleration(facts)
-    if facts.valid("output_dir") and facts.unwritable is not None:
-        yield (
-            f"output_dir={Path(facts.output_dir)}: {facts.unwritable} is not a folder that can be "
-            "written to"
-        )
+    if valid("output_dir"):
+        yield from _unwritable(Path(plain["output_dir"]))
+
+
+def _unwritable(folder: Path) -> Iterator[str]:
+    parents = [folder, *folder.absolute().parents]
+    # os.path says no to a name that is too long for the file system
+    existing = next((path for path in parents if os.path.exists(path)), Path("/"))
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        yield f"output_dir={folder}: {existing} is not a folder that can be written to"
 
 
 def _wrong_recipe(facts: Facts) -> Iterator[str]:
@@ -215,10 +193,8 @@ def refusals(plain: dict[str, Any], on_this_machine: bool = True) -> Iterator[st
     that a launcher finds.
     """
     custom = {group for group in ("dataset", "model") if "_target_" in plain[group]}
-    for group in ("dataset", "model", "recipe"):
-        yield from _unknown_package(f"{group}._target_", plain[group].get("_target_"))
-    for group in ("optimizer", "schedule"):
-        yield from _unknown_package(f"{group}.target", plain[group].get("target"))
+    for group, key in sources.OWN.items():
+        yield from _unknown_package(f"{group}.{key}", plain[group].get(key))
     yield from _not_installed(plain)
     yield from _no_teacher(plain)
     if on_this_machine:

@@ -21,6 +21,7 @@ from nmrun.lab.keys.fields import defaults, fields
 from nmrun.lab.keys.groups import ratio
 from nmrun.lab.keys.models import Model
 from nmrun.lab.keys.options import NAMED, UNNAMED
+from nmrun.lab.keys.ranges import is_path
 from nmrun.patterns import Pattern, written
 from nmrun.ranges import Check, value_text, wrong_values
 from nmrun.recipes import RECIPES, installed
@@ -170,7 +171,7 @@ def _wrong_group(group: str, content: dict[str, Any], keys: Iterable[str]) -> di
 def _wrong_own(group: str, content: dict[str, Any]) -> dict[str, str]:
     """Likewise of something of the user's own."""
     target, errors = str(content["_target_"]), {}
-    if not re.fullmatch(r"\w+(\.\w+)+", target):
+    if not is_path(target):
         takes = RECIPE_CLASS if group == "recipe" else "package.function"
         errors[f"{group}._target_={target}: it takes {takes}"] = f"{group}._target_"
     if group == "recipe":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nmrun.lab.keys import options
+from nmrun.lab.keys.ranges import is_path
 from nmrun.oneshot import METHODS
 from nmrun.registry import nearest, no_such
 
@@ -196,7 +197,7 @@ def option(group: str, name: str, names: Collection[str]) -> str:
     if group == "recipe" and name in METHODS:
         how = f"nmrun prune RUN method={name}"
         return f"recipe={name}: it prunes a trained network, without training: {how}"
-    if group in ("dataset", "model", "recipe") and re.fullmatch(r"\w+(\.\w+)+", name):
+    if group in ("dataset", "model", "recipe") and is_path(name):
         alone = f"alone it is recipe._target_={name}; " if group == "recipe" else ""
         return (
             f"{group}={name}: {alone}beside others it has a name, by a file DIR/{group}/NAME.yaml with the lines "

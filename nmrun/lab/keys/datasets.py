@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from nmrun.lab.keys.fields import built
 from nmrun.lab.keys.groups import Group, Named
-from nmrun.lab.keys.ranges import PATH, SEED
+from nmrun.lab.keys.ranges import PATH, SEED, is_path
 from nmrun.ranges import FLAG, OPTIONAL_TEXT, TEXT, Check, number, one_of, whole
 
 Keys = TypeVar("Keys", bound=Group)
 SCORES = ("accuracy", "f1", "matthews", "pearson", "spearman")
 SHARE = number(0, 0.5, open_low=True)
-# what a data set has, and a model takes
 METRIC = Check(
-    "accuracy, f1, matthews, pearson, spearman or the dotted path of a function",
-    lambda value: (
-        value in SCORES
-        or (isinstance(value, str) and re.fullmatch(r"\w+(\.\w+)+", value) is not None)
-    ),
+    f"{', '.join(SCORES)} or the dotted path of a function",
+    lambda value: value in SCORES or is_path(value),
     options=SCORES,
 )
+# what a data set has, and a model takes
 IMAGES, TEXTS, RUNNING_TEXT = "images", "texts with labels", "running text"
 CLASSES = "a folder of images for each class, or train and val with such"
 
@@ -331,8 +327,8 @@ class LabelledText(Encoding, Fractions, Seeded, Dataset):
     metric: Annotated[
         str,
         METRIC,
-        "accuracy, f1, matthews, pearson, spearman, or the path of a function of labels and "
-        "predictions, such as sklearn.metrics.balanced_accuracy_score",
+        f"{', '.join(SCORES)}, or the path of a function of labels and predictions, such as "
+        "sklearn.metrics.balanced_accuracy_score",
     ] = "accuracy"
     higher_is_better: Annotated[bool, FLAG, "whether higher values of the metric are better"] = True
     split_seed: Annotated[int, "which texts are drawn; not changed by the run's seed"] = 0

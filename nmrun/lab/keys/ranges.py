@@ -32,10 +32,14 @@ ARGUMENTS = Check(
     "null or keyword arguments, {NAME: VALUE}",
     lambda value: isinstance(value, dict | None),
 )
-CLASS = Check(
-    "the dotted path of a class",
-    lambda value: isinstance(value, str) and bool(re.fullmatch(r"\w+(\.\w+)+", value)),
-)
+
+
+def is_path(value: Any) -> bool:
+    """Whether this is a dotted path, as of a class or function in a module."""
+    return isinstance(value, str) and re.fullmatch(r"\w+(\.\w+)+", value) is not None
+
+
+CLASS = Check("the dotted path of a class", is_path)
 MILESTONES = Check(
     "rising fractions of all steps, above 0 and below 1",
     lambda value: (

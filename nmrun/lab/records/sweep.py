@@ -49,13 +49,12 @@ END = {
     "status": str, "folder?": str | None, "error?": str | None, "overrides?": [str],
     "seconds?": COUNT, "ended?": COUNT,
 }  # fmt: skip
-UNTRAINED = (
-    "skipped",
-    "planned",
-    "running",
-    "queued",
-    "refused",
-)  # statuses of jobs that took hardly any time
+# statuses of jobs, from those that went well to those that did not
+STATUSES = (
+    *("finished", "planned", "skipped", "running", "queued"),
+    *("interrupted", "failed", "refused", "killed"),
+)
+UNTRAINED = ("skipped", "planned", "running", "queued", "refused")  # took hardly any time
 
 
 def new_folder(output_dir: str) -> Path:
@@ -72,7 +71,8 @@ def recorded(asked: Command, command: str, sweeps: Sequence[list[str]] = ()) -> 
     """The record of a new sweep, which counts as running while the context is entered. The record
     of a plan (``dry=true``) is removed at the end.
 
-    ``command`` is as it was typed; ``sweeps`` are the overrides of each sweep. Raises ConfigError where the folder cannot be made.
+    ``command`` is as it was typed; ``sweeps`` are the overrides of each sweep. Raises ConfigError
+    where the folder cannot be made.
     """
     with tempfile.TemporaryDirectory() as nowhere:  # for the ranks that do not lead
         output_dir = asked.output_dir
@@ -92,11 +92,7 @@ def recorded(asked: Command, command: str, sweeps: Sequence[list[str]] = ()) -> 
 
 
 def begin(
-    folder: Path,
-    jobs: int,
-    command: str,
-    output_dir: str,
-    sweeps: Sequence[Sequence[str]] = (),
+    folder: Path, jobs: int, command: str, output_dir: str, sweeps: Sequence[Sequence[str]] = ()
 ) -> None:
     """Begin the record of a sweep of ``jobs`` jobs; the other arguments are those of
     :func:`recorded`."""
@@ -184,20 +180,9 @@ class Record:
         return {job: line for job, line in self.submitted.items() if line["queue"] in there}
 
     def counts(self) -> dict[str, int]:
-        """Ended jobs by status, from those that went well to those that did not."""
+        """Ended jobs by status, in the order of ``STATUSES``."""
         counts = Counter(line["status"] for line in self.ends)
-        order = (
-            "finished",
-            "planned",
-            "skipped",
-            "running",
-            "queued",
-            "interrupted",
-            "failed",
-            "refused",
-            "killed",
-        )
-        return {status: counts[status] for status in order if counts[status]}
+        return {status: counts[status] for status in STATUSES if counts[status]}
 
     def done(self) -> str:
         return f"{len(self.ends)} of {self.jobs or '?'} jobs done"
@@ -334,9 +319,8 @@ def summary(folder: Path) -> tuple[str, int]:
         parts.append(f"{missing} not reached")
     passed = record.elapsed(running=True)
     took = "" if passed is None else f"; {span(passed)}"
-    lines = [
-        f"sweep of {len(record.ends) + len(queued) + missing}: {', '.join(parts) or 'nothing done'}{took}"
-    ]
+    total = len(record.ends) + len(queued) + missing
+    lines = [f"sweep of {total}: {', '.join(parts) or 'nothing done'}{took}"]
     for line in failed:
         words = _typed(line["overrides"])
         said = ": ".join(filter(None, (line["status"], words, line.get("error"))))

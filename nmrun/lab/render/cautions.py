@@ -8,7 +8,7 @@ from collections import Counter
 
 from nmrun import ranges
 from nmrun.lab.compare import notation
-from nmrun.lab.compare.notation import half_as_good, label, printed, words
+from nmrun.lab.compare.notation import Key, half_as_good, label, printed, words
 from nmrun.lab.compare.tables import FAR, SCORES, Table
 from nmrun.lab.output import quantity
 
@@ -61,43 +61,34 @@ def tuned(table: Table) -> list[str]:
     """By how many trials of ``nmrun tune`` each row was tuned, and then, where that is known, over
     which settings. Rows that differ in ``tuned.trials`` are named by that alone; empty for none."""
     keys = [key for key in table.row_keys if key != "metric"]
-    by_trials: dict[str, list[str]] = {}  # names of rows
-    by_spaces: dict[str, list[str]] = {}
+    by_trials: dict[str, dict[str, None]] = {}  # names of rows, in order
+    by_spaces: dict[Key, dict[str, None]] = {}
     for run in table.runs.to_dict("records"):
         name = " ".join(label(run[key]) for key in keys)
-        number = f"tuned.trials {label(run.get('tuned.trials', math.nan))}"
-        trials, spaces = "none", ""
-        if isinstance(run.get("tuned.over"), str):
+        trials, spaces = "none", tuple[str, ...]()
+        if isinstance(searches := run.get("tuned.over"), str):
             count, by = run["tuned.trials"], notation.bare(run["tuned.by"])
             trials = f"{count} trials by {by}, the best two with three seeds"
-            spaces = _spaces(run["tuned.over"])
-        by_trials.setdefault(trials, []).append(number if "tuned.trials" in keys else name)
-        by_spaces.setdefault(spaces, []).append(name)
-    by_trials, by_spaces = (
-        {how: list(dict.fromkeys(rows)) for how, rows in names.items()}
-        for names in (by_trials, by_spaces)
-    )
+            spaces = tuple(map(_space, searches.split("; ")))
+        number = f"tuned.trials {label(run.get('tuned.trials', math.nan))}"
+        by_trials.setdefault(trials, {})[number if "tuned.trials" in keys else name] = None
+        by_spaces.setdefault(spaces, {})[name] = None
     if set(by_trials) <= {"none"}:
         return []
     several = [f"{how} ({', '.join(rows)})" for how, rows in by_trials.items()]
     each = next(iter(by_trials)) if len(by_trials) == 1 else ", ".join(several)
-    searches = {text: text.split("; ") if text else [] for text in by_spaces}
-    common = [
-        s for s in next(iter(searches.values())) if all(s in other for other in searches.values())
-    ]
+    first, *others = by_spaces
+    common = [space for space in first if all(space in other for other in others)]
     over = [f"all over {', '.join(common)}"] if common else []
-    for text, searched in searches.items():
+    for searched, rows in by_spaces.items():
         if rest := [space for space in searched if space not in common]:
-            over.append(f"{', '.join(by_spaces[text])} over {' and '.join(rest)}")
-    notes = [f"each cell tuned before by {each}"]
-    if over:
-        notes.append("; ".join(over))
-    return notes
+            over.append(f"{', '.join(rows)} over {' and '.join(rest)}")
+    return [f"each cell tuned before by {each}", *(["; ".join(over)] if over else [])]
 
 
-def _spaces(over: str) -> str:
-    spaces = (each.partition(" ") for each in over.split("; "))
-    return "; ".join(f"{notation.setting(key)} {search}" for key, _, search in spaces)
+def _space(over: str) -> str:
+    key, _, search = over.partition(" ")
+    return f"{notation.setting(key)} {search}"
 
 
 def _chosen_from(table: Table) -> str:
@@ -146,27 +137,24 @@ def _far_apart(table: Table) -> list[str]:
 
 def switches(table: Table) -> list[str]:
     """In how many runs STEP's rule decided the switch, and in how many ``t_max`` did."""
-    decided = late = unknown = 0
+    counts = Counter[str]()
     for run in table.runs.to_dict("records"):
         if run["status"] != "finished":
             continue
-        if run.get("switched_by") == "t_max":
-            late += 1
-        elif run.get("switched_by") == "rule":
-            decided += 1
+        if (by := run.get("switched_by")) in ("rule", "t_max"):
+            counts[by] += 1
         elif label(run.get("recipe.switch", "-")) in ranges.SWITCHES:
-            unknown += 1
-    if not late and not unknown:
+            counts["unknown"] += 1
+    if not counts["t_max"] and not counts["unknown"]:
         return []
-    if not late and not decided:
-        runs = quantity(unknown, "run")
-        return [f"not known whether STEP's rule decided its switch: {runs}"]
-    total = quantity(decided + late + unknown, "run")
-    parts = [f"STEP's rule decided its switch in {decided} of {total}"]
-    if late:
-        parts.append(f"t_max in {late}")
-    if unknown:
-        parts.append(f"not known of {unknown}")
+    total = quantity(counts.total(), "run")
+    if counts.keys() == {"unknown"}:
+        return [f"not known whether STEP's rule decided its switch: {total}"]
+    parts = [f"STEP's rule decided its switch in {counts['rule']} of {total}"]
+    if counts["t_max"]:
+        parts.append(f"t_max in {counts['t_max']}")
+    if counts["unknown"]:
+        parts.append(f"not known of {counts['unknown']}")
     return [", ".join(parts)]
 
 
@@ -175,5 +163,5 @@ def control(table: Table) -> list[str]:
     return [] if table.control or table.pruned == "all" else ["no dense run under these settings"]
 
 
-def _place(table: Table, row: notation.Key, column: notation.Key) -> str:
+def _place(table: Table, row: Key, column: Key) -> str:
     return f"{words(table.row_keys, row)} at {words(table.column_keys, column)}"

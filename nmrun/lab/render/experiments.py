@@ -155,18 +155,15 @@ def render(sections: Sequence[Section], style_: str, method: bool = False) -> st
     the tables alone."""
     if style_ in ("csv", "json"):
         return formats.render(Comparison(sections[0].tables), style_)
-    mark = "%" if style_ == "latex" else "#"
-    heads = [
-        f"{mark} {s.experiment.title} ({s.experiment.source}), scale {s.scale}\n" for s in sections
-    ]
-    notes = [
-        f"{'% ' if style_ == 'latex' else ''}{s.experiment.note}\n\n" if s.experiment.note else ""
-        for s in sections
-    ]
-    return "\n".join(
-        f"{h}{n}{formats.render(Comparison(s.tables), style_, method=method)}"
-        for h, n, s in zip(heads, notes, sections, strict=True)
-    )
+    mark, comment = ("%", "% ") if style_ == "latex" else ("#", "")
+    parts = []
+    for section in sections:
+        about = section.experiment
+        head = f"{mark} {about.title} ({about.source}), scale {section.scale}\n"
+        note = f"{comment}{about.note}\n\n" if about.note else ""
+        tables = formats.render(Comparison(section.tables), style_, method=method)
+        parts.append(f"{head}{note}{tables}")
+    return "\n".join(parts)
 
 
 def draw(sections: Sequence[Section], folder: Path) -> list[Path]:

@@ -27,9 +27,9 @@ from nmrun.lab.compare.notation import label, short
 from nmrun.lab.compare.runs import read_runs
 from nmrun.lab.config.identity import is_in_id
 from nmrun.lab.records import status
-from nmrun.lab.render import captions, formats, plots, points, style
+from nmrun.lab.render import captions, formats, grids, plots, points, style
 from nmrun.lab.render.curves import History
-from nmrun.lab.render.formats import Grid, Line
+from nmrun.lab.render.grids import Figure, Grid, Line
 from nmrun.lab.runs.run_folder import RunFolders
 from nmrun.patterns import RATIO_KEYS
 
@@ -70,7 +70,7 @@ def write(paths: Sequence[str], query: Query, target: Path) -> None:
         runs=_runs(parts, differing, target, folders),
         configurations=_combinations(runs, [key for key in differing if key != "seed"]),
         common=formats.html_table(
-            Grid([], 1, ["key", "value"], [([key], [(value, False)]) for key, value in common])
+            Grid([], 1, ["key", "value"], [([key], [Figure(value)]) for key, value in common])
         ),
         common_count=len(common),
         environments=environments,
@@ -101,7 +101,7 @@ def _sections(
                 pictures.append(
                     {"id": name, "svg": svg, "about": f"{about.about}; {style.seeds(table)}"}
                 )
-        values, *differences = formats.grids(table)
+        values, *differences = grids.grids(table)
         if values.caption[0] == captions.title(table):  # the section's heading says it
             values = replace(values, caption=values.caption[1:])
         tables = [formats.html_table(grid) for grid in (values, *differences)]
@@ -164,7 +164,7 @@ def _combinations(runs: pd.DataFrame, differing: Sequence[str]) -> Markup:
     lines: list[Line] = [
         (
             [short(value) for value in values],
-            [(", ".join(sorted(group, key=lambda seed: (len(seed), seed))), False)],
+            [Figure(", ".join(sorted(group, key=lambda seed: (len(seed), seed))))],
         )
         for values, group in seeds.items()
     ]
@@ -190,7 +190,7 @@ def _environments(runs: pd.DataFrame, folders: RunFolders) -> tuple[Markup, int]
     lines: list[Line] = [
         (
             ["" if environment.get(key) is None else str(environment[key]) for key in keys],
-            [(str(count), False)],
+            [Figure(str(count))],
         )
         for environment, count in environments
     ]

@@ -131,7 +131,7 @@ def _launch_side_by_side(folder: Path, asked: Command, flags: list[str]) -> int:
     """Likewise, by a launcher that runs jobs side by side, with a line for each job that ends. Jobs
     for which nothing is to be done never come to it."""
     missing, done = _missing(asked)
-    names: dict[str, None] = {}
+    names = dict[str, None]()
     for number, ((words, config), outcome) in enumerate(done, len(missing) + 1):
         sweep.add(folder, outcome, words, 0.0, number)
         if outcome["status"] == "skipped":
@@ -142,9 +142,8 @@ def _launch_side_by_side(folder: Path, asked: Command, flags: list[str]) -> int:
         place = shlex.quote(asked.output_dir)
         watch = f"nmrun status --watch {place} shows how far they are"
         print(f"jobs side by side: {watch}", flush=True)
-    hear = asked.known is not None and asked.known.signals is not None
     with (
-        workers.Sweeper(folder, waits=hear) as sweeper,
+        workers.Sweeper(folder, waits=asked.known.signals is not None) as sweeper,
         JobLines(folder, lambda: sweeper.catch(signal.SIGPIPE)),
     ):
         if not missing:
@@ -169,23 +168,17 @@ def _launch_side_by_side(folder: Path, asked: Command, flags: list[str]) -> int:
 def _missing(asked: Command) -> tuple[list[Job], list[tuple[Job, dict[str, Any]]]]:
     """The jobs that are to be launched; and the others, with their outcomes: those whose run has
     finished, or that another process or the queue has."""
-    missing: list[Job] = []
-    done: list[tuple[Job, dict[str, Any]]] = []
+    missing, done = list[Job](), list[tuple[Job, dict[str, Any]]]()
     queued = sweep.in_queue(asked.output_dir) if asked.queues else {}
     for job in asked.jobs:
         folder = _place(job.config)
-        outcome: dict[str, Any] | None = _finished(job.config)
+        outcome = _finished(job.config)
         if locks.is_locked(Path(folder)):
             error = f"{locks.holder(Path(folder))} is at work on this very run"
             outcome = {"status": "running", "folder": folder, "error": error}
-        elif folder in queued:
-            error = f"Slurm has it as job {queued[folder]}"
-            outcome = {
-                "status": "queued",
-                "folder": folder,
-                "queue": queued[folder],
-                "error": error,
-            }
+        elif id := queued.get(folder):
+            error = f"Slurm has it as job {id}"
+            outcome = {"status": "queued", "folder": folder, "queue": id, "error": error}
         if outcome is None:
             missing.append(job)
         else:
@@ -209,8 +202,7 @@ _outcomes: list[dict[str, Any]] = []
 def _job(composed: DictConfig) -> None:
     job = HydraConfig.get()
     workers.end_with_sweep()
-    known = launchers.of(job.launcher._target_)
-    reads = known is not None and known.signals == "read"
+    reads = launchers.of(job.launcher._target_).signals == "read"
     folder = Path(os.environ[sweep.SWEEP]) if job.mode == RunMode.MULTIRUN else None
     overrides = [command_line.unescaped(word) for word in job.overrides.task]
     with output.ends_quietly(), without_others_configs():  # jobs may run in other processes

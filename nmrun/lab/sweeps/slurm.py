@@ -82,9 +82,9 @@ def _wait(folder: Path) -> None:
         if time.monotonic() - asked < queue.PAUSE:
             continue
         there, asked = queue.ids(anew=True), time.monotonic()
-        lost = {job for job, line in waiting.items() if line["queue"] not in (there or ())}
         if there is None:
             continue
+        lost = {job for job, line in waiting.items() if line["queue"] not in there}
         for job in lost & gone:  # what it wrote at its end came from another host, and had time
             line, id = waiting[job], waiting[job]["queue"]
             log = folder / ".submitit" / id / f"{id}_0_log.err"

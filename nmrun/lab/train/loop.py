@@ -235,8 +235,7 @@ class Loop:
                 line = self.progress.epoch(best=improved)
                 self.console.detail(f"  {line}", style="green" if improved else "")
             self.console.progress(self.progress.status)
-            ends_early = not put_off and due.evaluate and not self.evaluation.is_patient
-            if ends_early and self.steps.step < self.parts.total_steps:
+            if self.steps.step < self.parts.total_steps and not self.evaluation.is_patient:
                 self._say_early()
 
             self.seconds = earlier + time.perf_counter() - began
@@ -245,7 +244,7 @@ class Loop:
                 signals.caught is not None, ranks.leads() and self.clock.due()
             )
             stop = put_off or caught
-            if save := due.save or timely or stop or ends_early:
+            if save := due.save or timely or stop or not self._goes_on:
                 self._save(folder, tracker)
             if stop:
                 return False

@@ -16,7 +16,7 @@ from perceptrons import batch, mlp
 from torch import Tensor
 
 from nmrun import accelerate, optim, sparsify
-from nmrun.fast import acceleration, measurement
+from nmrun.fast import measurement
 from nmrun.fast.cpu import linear, probe
 from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.cpu.linear import Bf16Forward, Bf16Products, BlockProducts, LinearProducts
@@ -247,7 +247,7 @@ def test_force_and_packed_take_the_fastest_packed_one(monkeypatch: pytest.Monkey
     sample = under_autocast(model, batch(0)[0])
     for mode, path in (("auto", None), ("force", BF16), ("packed", BF16)):
         assert [c.path for c in accelerate(handle, sample, mode)] == [path] * 3
-    report = "\n".join(acceleration.lines(accelerate(handle, sample, "force")))
+    report = "\n".join(measurement.lines(accelerate(handle, sample, "force")))
     assert "packed bf16: 0.weight, 36 to 64, 70 tokens, bfloat16 2:4: dense 2.100 ms" in report
 
 

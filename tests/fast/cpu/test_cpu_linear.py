@@ -15,7 +15,7 @@ from torch import nn
 
 from nmrun import accelerate, optim, sparsify
 from nmrun.errors import ConfigError
-from nmrun.fast import acceleration, measurement
+from nmrun.fast import measurement
 from nmrun.fast.cpu import linear, probe
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.linear import LinearProducts
@@ -352,7 +352,7 @@ def test_what_is_slower_or_wrong_is_left_dense(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(measurement, "recall", lambda *_: None)
         _model, _handle, choices = choose({"dense": dense, "packed": packed}, monkeypatch)
         assert [c.path for c in choices] == ["packed" if taken else None] * 3, name
-        report = "\n".join(acceleration.lines(choices))
+        report = "\n".join(measurement.lines(choices))
         assert ("N:M products in 3 of 3" in report) is taken
     with pytest.raises(ConfigError, match=r"no layer can be accelerated here .*WRONG"):
         choose({"dense": dense, "packed": Times(wrong="WRONG results")}, monkeypatch, "force")
@@ -374,7 +374,7 @@ def test_without_a_compiler_it_says_what_is_missing() -> None:
         model, optim.AdamW(model.parameters()), "ste", "2:4", total_steps=8, exclude=None
     )
     choices = accelerate(handle, lambda: model(batch(0)[0]))
-    assert acceleration.lines(choices) == [
+    assert measurement.lines(choices) == [
         "masks only, nothing is accelerated: no C compiler works here (cc, gcc, clang or $CC)"
     ]
 

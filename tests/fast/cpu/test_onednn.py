@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from training import Conv1D
 
 from nmrun import accelerate, optim, sparsify
-from nmrun.fast import acceleration
+from nmrun.fast import measurement
 from nmrun.fast.cpu import onednn, probe
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.measurement import Times, as_data, from_data
@@ -137,7 +137,7 @@ def test_layers_that_are_dense_train_by_onednn(
     choices = accelerate(handle, lambda: model(batch(0)[0]))
     assert [c.path for c in choices] == ["onednn"] * 3
     assert [c.always_dense for c in choices] == ([True] * 3 if recipe == "dense" else [0, 0, 1])
-    lines = acceleration.lines(choices)
+    lines = measurement.lines(choices)
     assert "oneDNN's dense products where they are faster than torch's default" in lines
     assert (
         "  onednn: 4.weight, 48 to 10, 70 tokens, float32: dense 6.000 ms, onednn 3.000 ms (2.00x)"

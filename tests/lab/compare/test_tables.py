@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import errno
+import io
 import json
 import os
 import shlex
@@ -18,6 +19,7 @@ from runs import rewrite
 from terminal import Terminal
 from verbs import verb
 
+from nmrun.lab.compare import tables
 from nmrun.lab.compare.runs import collect, to_csv
 from nmrun.lab.compare.statistics import summarise
 from nmrun.lab.config import composition
@@ -176,6 +178,25 @@ def test_mean_deviation_n_best_and_the_dense_reference(write, table):
 def test_one_epoch_is_no_epochs(write, table):
     write("ste", "2:4", 0, 0.9, trainer__epochs=1)
     assert table()[1].splitlines()[0].endswith(", 1 epoch")
+
+
+def test_a_column_of_rows_is_in_every_format(write, table, monkeypatch):
+    comparison(write)
+    least = {("dense",): 2, ("ste",): 4, ("sr_ste",): 7, ("step",): 8}
+    monkeypatch.setitem(tables.ROW_COLUMNS, "least_m", lambda _, row: least[row])
+    lines = list(csv.DictReader(io.StringIO(table("--format", "csv")[1])))
+    assert {(line["recipe"],): int(line["least_m"]) for line in lines} == least
+    records = json.loads(table("--format", "json")[1])
+    assert {(record["recipe"],): record["least_m"] for record in records} == least
+    shown = cells(table()[1])
+    assert {(recipe,): int(row["least_m"]) for recipe, row in shown.items()} == least
+    head, *rows = [
+        line.removesuffix(r"\\").split(" & ")
+        for line in table("--format", "latex")[1].splitlines()
+        if " & " in line
+    ]
+    assert head[-1].strip() == r"least\_m"
+    assert [row[-1].strip() for row in rows] == [f"${number}$" for number in least.values()]
 
 
 def test_best_weights_and_other_metrics(write, table):

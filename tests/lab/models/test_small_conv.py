@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch.nn.functional import batch_norm, conv2d, linear, max_pool2d
 
-from nmrun.lab.models.images import small_conv, small_conv_bn
+from nmrun.lab.models.images import SmallConvNetwork
 
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_its_output_is_that_of_its_layers(normed):
-    model = (small_conv_bn if normed else small_conv)((3, 8, 8), 5, [4, 6, 8])
-    plain = small_conv((3, 8, 8), 5, [4, 6, 8])
+    model = SmallConvNetwork((3, 8, 8), 5, [4, 6, 8], batch_norm=normed)
+    plain = SmallConvNetwork((3, 8, 8), 5, [4, 6, 8])
     if not normed:
         assert list(model.state_dict()) == list(plain.state_dict())
     x = torch.randn(7, 3, 8, 8)

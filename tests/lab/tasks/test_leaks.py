@@ -17,7 +17,8 @@ from runs import config
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
 from nmrun.lab.keys import options
-from nmrun.lab.tasks.text import files, labelled
+from nmrun.lab.keys.datasets import LabelledText
+from nmrun.lab.tasks.text import files, labelled, labelled_files
 from nmrun.lab.tasks.vision import images
 from nmrun.papers.reading.data import generated as generated_questions
 from nmrun.papers.reading.data import load_squad
@@ -77,6 +78,13 @@ def some_glue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
         rows = "".join(f"text {number}\t{number % 2}\n" for number in range(first, last))
         (tmp_path / "glue" / "SST-2" / f"{name}.tsv").write_text(f"sentence\tlabel\n{rows}")
     return {name: texts for name, (texts, _) in labelled.load_glue("sst2", held_out=0.1).items()}
+
+
+def some_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
+    texts = [(f"text {number}",) for number in range(100)]
+    splits: dict[str, labelled_files.Rows] = {"train": (texts, [0] * 100)}
+    labelled_files.cut(splits, LabelledText("labelled_text", train=""))
+    return {name: texts for name, (texts, _) in splits.items()}
 
 
 def some_articles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
@@ -146,6 +154,7 @@ MADE: dict[str, Callable[[Path, pytest.MonkeyPatch], Splits]] = {
     "generated_text": lambda *_: {name: texts for name, (texts, _) in labelled.generated_reviews().items()},
     "glue": some_glue,
     "glue_text": some_glue,  # glue's splits, asked otherwise
+    "labelled_text": some_rows,
     "generated_questions": lambda *_: texts_of(generated_questions()),
     "squad": some_articles,
     "stdlib_text": modules,

@@ -72,8 +72,9 @@ class TextClassification(InMemory, Categorical):
 
     ``splits`` are texts and their labels, classes from 0 or scores. Splits beside train, val and
     test are named ``test_<suffix>`` and evaluated along with test; their metrics have the suffix
-    too. ``texts`` is 2 where they are pairs. ``metrics`` are names of :func:`scores`; recipes are compared by the first. Raises
-    ConfigError for fewer training texts than a batch takes, and for smoothed labels of scores.
+    too. ``texts`` is 2 where they are pairs. ``metrics`` are names of :func:`scores`; recipes are
+    compared by the first. Raises ConfigError for fewer training texts than a batch takes, and for
+    smoothed labels of scores.
     """
 
     higher_is_better = True  # of accuracies, F1 and correlations
@@ -243,8 +244,8 @@ def scores(metrics: Sequence[str], predictions: Tensor, labels: Tensor) -> dict[
 
     Metrics are ``accuracy``; ``f1`` of class 1; ``matthews``, Matthews' correlation; ``pearson``
     and ``spearman``, correlations of scores; the dotted path of a function of labels and
-    predictions, which goes by its own name. Where one of GLUE's is undefined, because all predictions are
-    the same for example, it is 0.
+    predictions, which goes by its own name. Where one of GLUE's is undefined, because all
+    predictions are the same for example, it is 0.
     """
     guess, truth = predictions.numpy(), labels.numpy()
     values = {}

@@ -74,7 +74,7 @@ def codec(read: Callable[[], Mapping[str, bytes]], tokenizer: str) -> Codec:
         )
     tokens = list(dict.fromkeys(itertools.chain.from_iterable(_lines(texts["train"]))))
     return Codec(
-        lambda text: [_known(tokens, word) for word in " <eos> ".join(text.split("\n")).split()],
+        lambda text: [_known(tokens, word) for word in text.replace("\n", f" {END} ").split()],
         lambda numbers: " ".join(tokens[number] for number in numbers).replace(f" {END} ", "\n"),
     )
 

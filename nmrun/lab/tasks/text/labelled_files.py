@@ -34,16 +34,16 @@ Rows = tuple[list["Text"], list[Any]]
 
 
 def labelled_text(config: Config, device: torch.device) -> TextClassification:
-    """Classes are the training texts' labels in sorted order, ``names`` of the task; labels that are
-    fractions are scores. Raises ConfigError for files and columns that are not as they should be,
-    and for a label that no training text has.
+    """The task of these files. Classes are the training texts' labels in sorted order, ``classes``
+    of its signature; labels that are all fractions are scores. Raises ConfigError for files and
+    columns that are not as they should be, and for a label that no training text has.
     """
     from nmrun.lab.tasks.text.classification import TextClassification
 
     options = config.dataset.as_kind(LabelledText)
     files = {"train": options.train, "val": options.val, "test": options.test}
     splits = {split: _read(storage.path_of(file), options) for split, file in files.items() if file}
-    _cut(splits, options)
+    cut(splits, options)
     labels = splits["train"][1]
     scored = all(isinstance(label, float) for label in labels)
     names = [] if scored else sorted(set(labels), key=lambda label: (str(type(label)), label))
@@ -66,11 +66,11 @@ def _read(path: Path, options: LabelledText) -> Rows:
         import datasets
     if path.suffix not in FORMATS:
         raise ConfigError(f"{path}: it takes {', '.join(FORMATS)}")
-    kind, how = FORMATS[path.suffix]
+    form, how = FORMATS[path.suffix]
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it says of errors, they say
     try:
-        table = datasets.load_dataset(kind, data_files=str(path), split="train", **how)
+        table = datasets.load_dataset(form, data_files=str(path), split="train", **how)
     except Exception as error:  # each format has errors of its own
         cause = error.__cause__ or error
         line = textwrap.shorten(str(cause) or type(cause).__name__, 300)
@@ -89,20 +89,20 @@ def _read(path: Path, options: LabelledText) -> Rows:
             raise ConfigError(f"{path}: there is no column {column!r}; it has {has}")
     *texts, labels = (list(table[column]) for column in columns)
     for column, values in zip(columns, (*texts, labels), strict=True):
-        of_texts = column != options.label
+        kind = "label" if column == options.label else "text"
         for row, value in enumerate(values, 1):
             if value is None:
                 raise ConfigError(
                     f"{path}: {column} of row {row} is missing: empty, or a word such as NA or null"
                 )
-            if of_texts and not isinstance(value, str):
+            if kind == "text" and not isinstance(value, str):
                 raise ConfigError(f"{path}: {column} of row {row} is {value!r}, and no text")
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"{path}: {column} of row {row} is {value}")
     return list(zip(*texts, strict=True)), labels
 
 
-def _cut(splits: dict[str, Rows], options: LabelledText) -> None:
+def cut(splits: dict[str, Rows], options: LabelledText) -> None:
     """Take what has no file of its own from the training texts, by ``split_seed``."""
     texts, labels = splits["train"]
     order = list(range(len(labels)))
