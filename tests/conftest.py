@@ -23,6 +23,7 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models, and processes side by side
 os.environ.pop("WANDB_API_KEY", None)
+os.environ.pop("PYTHONUNBUFFERED", None)  # a program holds back what it prints, as for most users
 os.fsync = lambda handle: None  # no test cuts the power, and waiting for the disk takes long
 # as of a job in the background of a script, or under nohup, they may be ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -48,6 +49,7 @@ def files_of_the_command() -> Iterator[None]:
     """Turn errors of files into mistakes in the command, while entered."""
     try:
         yield
+        sys.stdout.flush()  # which may find the disk full
     except OSError as error:
         parts = (str(part) for part in (error.filename, error.strerror) if part)
         raise ConfigError(": ".join(parts) or str(error)) from None

@@ -56,7 +56,9 @@ def main() -> int:
     try:
         with output.ends_quietly():
             try:
-                return _main(sys.argv[1:])
+                status = _main(sys.argv[1:])
+                sys.stdout.flush()  # which may find the disk full
+                return status
             except ConfigError as error:
                 return refuse(error.problems)
             except RunError as error:

@@ -69,6 +69,12 @@ def no_longer_waiting() -> None:
         _waiting.pop().write("\r\x1b[K")
 
 
+def discard(stream: Any) -> None:
+    """Lose what a program's output holds back, and all that follows."""
+    if isinstance(stream, _Stream):
+        stream.discard()
+
+
 class _Stream:
     def __init__(self, stream: Any) -> None:
         self._stream, self.written = stream, time.monotonic()
@@ -90,12 +96,15 @@ class _Stream:
         try:
             yield
         except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            # Python flushes the buffer at exit, which would raise again
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+            self.discard()
             if not end_run(signal.SIGPIPE):
                 raise SystemExit(STATUS) from None
+
+    def discard(self) -> None:
+        """Lose what the buffer holds. Python flushes it at exit, which would raise again."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -126,12 +135,13 @@ def logged(path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def ends_quietly() -> Iterator[None]:
     """End the program, with status 141, where nobody reads its output any more, while entered."""
-    with (
-        contextlib.redirect_stdout(_Stream(sys.stdout)),
-        contextlib.redirect_stderr(_Stream(sys.stderr)),
-    ):
+    stream = _Stream(sys.stdout)
+    with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(_Stream(sys.stderr)):
         try:
             yield
         finally:
             no_longer_waiting()
-            sys.stdout.flush()
+            try:
+                stream.flush()
+            except OSError:  # a full disk, which the command has told
+                stream.discard()

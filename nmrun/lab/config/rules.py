@@ -17,7 +17,7 @@ from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import RUNNING_TEXT
 from nmrun.lab.keys.ranges import AS_DENSE, START
 from nmrun.lab.keys.recipe_facts import recipe_facts
-from nmrun.lab.runs.run_folder import OWN, own_weights, weights_in
+from nmrun.lab.runs.run_folder import OWN, WEIGHTS, own_weights, weights_in
 from nmrun.patterns import Pattern, PatternError, written
 from nmrun.ranges import TEXT
 from nmrun.recipes import RECIPES
@@ -240,7 +240,7 @@ def _no_weights(plain: dict[str, Any]) -> Iterator[str]:
             path = Path(place).expanduser()
             if key == "init" and path.is_file():
                 why = f"a file of weights is {', '.join(OWN)}"
-            elif path.suffix in OWN and not path.exists():
+            elif path.suffix in OWN and path.name not in WEIGHTS and not path.exists():
                 why = "there is no such file"
             yield f"{key}={place}: {why}"
 

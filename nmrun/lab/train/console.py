@@ -65,13 +65,14 @@ class Console:
         it."""
         self.clear()
         stream = sys.stderr if error else sys.stdout
-        # a full disk behind ``nmrun ... > file`` must not end a run; the log has the line
-        with contextlib.suppress(OSError):
+        try:
             if style and self.on_terminal:
                 rich = _rich(error)
                 rich.print(folded(text, stream), style=style, soft_wrap=True)
             else:
                 print(folded(text, stream), file=stream, flush=True)
+        except OSError:  # a full disk behind ``nmrun ... > file``; the log has the line
+            output.discard(stream)
         self.note(text)
 
     def detail(self, text: str, style: str = "") -> None:

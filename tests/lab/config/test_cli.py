@@ -273,11 +273,18 @@ def test_a_run_needs_no_reader(where, tmp_path):
     assert "test 0." in (result.parent / "run.log").read_text()
 
 
-def test_a_table_that_cannot_be_written_is_told(tmp_path, write):
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("words", "status", "line"),
+    [
+        ("table outputs", 2, "nmrun: No space left on device\n"),
+        ("--version", 1, "nmrun: output: No space left on device\n"),
+    ],
+)
+def test_output_that_cannot_be_written_is_told(words, status, line, unbuffered, tmp_path, write):
     write("ste", "2:4", 0, 0.5)
-    process = shell(tmp_path, "nmrun table outputs > /dev/full")
-    assert process.returncode == 2
-    assert process.stderr == "nmrun: No space left on device\n"
+    process = shell(tmp_path, f"export PYTHONUNBUFFERED={unbuffered}; nmrun {words} > /dev/full")
+    assert (process.returncode, process.stderr) == (status, line)
 
 
 def test_a_folder_that_is_gone(tmp_path):

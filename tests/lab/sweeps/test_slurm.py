@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,7 +47,8 @@ def test_a_job_at_its_limit_is_saved_and_queued_again():
 
 
 @needs("launchers", "hydra_plugins.hydra_submitit_launcher")
-def test_what_the_page_sets_is_taken():
+def test_what_the_page_sets_is_taken(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda program: f"/usr/bin/{program}")
     page = (Path(__file__).parents[3] / "docs" / "sweeps.md").read_text(encoding="utf-8")
     words = re.findall(r"`'?(\+?launcher\.\w+[^`' ]*=[^`']+)'?`", page.partition("\n## Slurm")[2])
     assert len(words) > 4

@@ -628,7 +628,7 @@ def test_a_signal_to_all_processes_ends_a_run_in_order(tmp_path, monkeypatch):
         if loop.step == 4:
             readers.extend(set(multiprocessing.active_children()) - set(before))
             everyone = [str(process.pid) for process in readers] + [str(os.getpid())]
-            subprocess.run(["kill", "-TERM", *everyone], check=True)
+            subprocess.run(["sh", "-c", f"kill -TERM {' '.join(everyone)}"], check=True)
         original(loop, *args, **kwargs)
 
     with monkeypatch.context() as patch:
@@ -664,7 +664,7 @@ def test_a_reader_goes_when_the_training_tells_it(with_a_thread, tmp_path, monke
     task.micro_batches(0, 0, 1)
     (reader,) = set(multiprocessing.active_children()) - set(before)
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
-        subprocess.run(["kill", f"-{int(number)}", str(reader.pid)], check=True)
+        subprocess.run(["sh", "-c", f"kill -{int(number)} {reader.pid}"], check=True)
     reader.join(0.3)
     assert reader.is_alive()
     reader.terminate()
