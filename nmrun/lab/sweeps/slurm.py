@@ -26,7 +26,7 @@ MOST = 1000  # jobs of an array; Slurm's own limit is 1,001
 PAUSE = 1.0  # seconds between two looks at the record
 
 
-class Launcher(SlurmLauncher):
+class QueueLauncher(SlurmLauncher):
     """Submits jobs, and waits until each has ended or has left the queue; with ``detach`` it does
     not. ``folders`` has the run folder of each job, by its words. Both are the class's, since Hydra
     makes the launcher.
@@ -96,6 +96,6 @@ def _wait(folder: Path) -> None:
 
 def register(detach: bool, folders: Mapping[tuple[str, ...], str]) -> None:
     """Let Hydra launch by this class where it would by submitit's own."""
-    Launcher.detach, Launcher.folders = detach, folders
+    QueueLauncher.detach, QueueLauncher.folders = detach, folders
     name = f"{SlurmLauncher.__module__}.{SlurmLauncher.__qualname__}"
-    Plugins.instance().class_name_to_class[name] = Launcher
+    Plugins.instance().class_name_to_class[name] = QueueLauncher
