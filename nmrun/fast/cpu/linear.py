@@ -50,12 +50,18 @@ class LinearProducts(PackedWeight):
         gradient_is_faster: bool = False,
         dense: str = "dense",
     ) -> None:
+        self.pattern = pattern
         super().__init__(shape)
         self.dtype = dtype
         self.gradient_is_faster, self.dense, self.gradient = gradient_is_faster, dense, dense
         rows, columns = shape
         whole, rest = divmod(columns, pattern.m)
-        self.full = rows * (whole * pattern.n + min(rest, pattern.n))  # where no kept weight is 0
+        self.full = rows * (whole * self.kept + min(rest, self.kept))  # where no kept weight is 0
+
+    @property
+    def kept(self) -> int:
+        """Entries of a row in M columns."""
+        return self.pattern.n
 
     @torch.no_grad()
     def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
@@ -112,18 +118,13 @@ class BlockProducts(LinearProducts):
     """The same with products in bfloat16 of a V:N:M weight, of whose V 16 is a divisor. A weight gradient
     of kept entries has all of the columns that a block keeps."""
 
-    def __init__(
-        self,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        pattern: Pattern,
-        gradient_is_faster: bool = False,
-        dense: str = "dense",
-    ) -> None:
-        self.height = blocks.height_in(pattern) or blocks.TILE
-        super().__init__(shape, dtype, pattern, gradient_is_faster, dense)
-        whole, rest = divmod(shape[1], pattern.m)
-        self.full = shape[0] * (whole * COLUMNS + min(rest, COLUMNS))
+    @property
+    def height(self) -> int:
+        return blocks.height_in(self.pattern) or blocks.TILE
+
+    @property
+    def kept(self) -> int:
+        return COLUMNS
 
     def empty(self, kind: str) -> dict[str, Tensor]:
         matrix = BlockMatrix if kind == "forward" else BlockTranspose

@@ -23,16 +23,6 @@
 /* Numbers round to the nearest, ties to even, and subnormal ones are zero: vdpbf16ps does so whatever is set, all else because it is set. */
 #define ROUNDING 0x9fc0
 
-static inline __m512 dot(__m512 sum, __m512i a, __m512i b) {
-#if defined(EMULATED) /* two fused operations, that of the higher numbers first */
-  const __m512i high = _mm512_set1_epi32((int)0xffff0000);
-  sum = _mm512_fmadd_ps((__m512)_mm512_and_si512(a, high), (__m512)_mm512_and_si512(b, high), sum);
-  return _mm512_fmadd_ps((__m512)_mm512_slli_epi32(a, 16), (__m512)_mm512_slli_epi32(b, 16), sum);
-#else
-  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-#endif
-}
-
 static inline __m512i places(const uint8_t *index) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)index)); }
 
 static inline uint32_t first_of(int64_t count, int of) { /* a mask of the first `count` of so many */

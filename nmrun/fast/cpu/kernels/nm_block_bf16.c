@@ -20,16 +20,6 @@
 #define PANEL 32
 #define ROWS 8 /* at once: their sums for a panel are 16 registers */
 
-static inline __attribute__((always_inline)) __m512 dot(__m512 sum, __m512i a, __m512i b) {
-#if defined(EMULATED) /* two fused operations, that of the higher numbers first */
-  const __m512i high = _mm512_set1_epi32((int)0xffff0000);
-  sum = _mm512_fmadd_ps((__m512)_mm512_and_si512(a, high), (__m512)_mm512_and_si512(b, high), sum);
-  return _mm512_fmadd_ps((__m512)_mm512_slli_epi32(a, 16), (__m512)_mm512_slli_epi32(b, 16), sum);
-#else
-  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-#endif
-}
-
 /* To bfloat16, ties to even; a NaN stays one. */
 static inline __m256i low(__m512 v) {
 #if defined(EMULATED)
@@ -200,11 +190,7 @@ int nm_block_bf16(const uint16_t *x, uint16_t *y, const float *bias, const uint1
                   int64_t begin, int64_t end) {
   uint16_t *panel = (uint16_t *)scratch((columns + 1 + 2 * padded) * PANEL / 2), *pairs = panel + (columns + 1) * PANEL;
   if (panel == NULL) return 1;
-#if defined(HAS_TILES)
-  if (by_tiles) configure_tiles();
-#else
-  (void)by_tiles;
-#endif
+  begin_tiles(by_tiles);
   for (int64_t t = first; t < last; t += PANEL) {
     int64_t tokens = last - t < PANEL ? last - t : PANEL;
     turn_panel(x + t * columns, tokens, columns, panel);
@@ -224,9 +210,7 @@ int nm_block_bf16(const uint16_t *x, uint16_t *y, const float *bias, const uint1
       }
     }
   }
-#if defined(HAS_TILES)
-  if (by_tiles) _tile_release();
-#endif
+  end_tiles(by_tiles);
   return 0;
 }
 
@@ -238,11 +222,7 @@ int nm_block_bf16_turned(const uint16_t *x, uint16_t *y, const uint16_t *values,
   float *sums = scratch(wide * PANEL + (rows + DEEP) * PANEL / 2);
   uint16_t *pairs = (uint16_t *)(sums + wide * PANEL);
   if (sums == NULL) return 1;
-#if defined(HAS_TILES)
-  if (by_tiles) configure_tiles();
-#else
-  (void)by_tiles;
-#endif
+  begin_tiles(by_tiles);
   memset(pairs + rows * PANEL, 0, DEEP * PANEL * sizeof *pairs);
   for (int64_t t = first; t < last; t += PANEL) {
     int64_t tokens = last - t < PANEL ? last - t : PANEL;
@@ -278,9 +258,7 @@ int nm_block_bf16_turned(const uint16_t *x, uint16_t *y, const uint16_t *values,
     }
     for (int64_t k = 0; k < columns; k += TILE) put_tile(sums + k * PANEL, NULL, k, columns, tokens, 1, y + t * columns);
   }
-#if defined(HAS_TILES)
-  if (by_tiles) _tile_release();
-#endif
+  end_tiles(by_tiles);
   return 0;
 }
 
@@ -291,11 +269,7 @@ int nm_block_bf16_sampled(const uint16_t *x, const uint16_t *y, const int32_t *i
   float *sums = scratch((end - begin) * height * padded + (columns + 1 + rows + 1) * PANEL / 2);
   uint16_t *panel = (uint16_t *)(sums + (end - begin) * height * padded), *other = panel + (columns + 1) * PANEL;
   if (sums == NULL) return 1;
-#if defined(HAS_TILES)
-  if (by_tiles) configure_tiles();
-#else
-  (void)by_tiles;
-#endif
+  begin_tiles(by_tiles);
   memset(sums, 0, (end - begin) * height * padded * sizeof *sums);
   for (int64_t t = 0; t < tokens; t += PANEL) {
     int64_t here = tokens - t < PANEL ? tokens - t : PANEL;
@@ -337,9 +311,7 @@ int nm_block_bf16_sampled(const uint16_t *x, const uint16_t *y, const int32_t *i
         }
       }
   }
-#if defined(HAS_TILES)
-  if (by_tiles) _tile_release();
-#endif
+  end_tiles(by_tiles);
   for (int64_t g = begin; g < end; g++)
     for (int64_t r = 0; r < height; r++)
       for (int64_t j = 0; j < counts[g]; j++)

@@ -109,11 +109,7 @@ int nm_block_int8(const float *x, float *y, const float *bias, const int8_t *val
   uint8_t *panel = (uint8_t *)scratch((width + columns + 2 + padded) * PANEL / 4), *bytes = panel + (columns + 2) / 2 * 2 * PANEL;
   uint8_t *fours = bytes + width * PANEL;
   if (panel == NULL) return 1;
-#if defined(HAS_TILES)
-  if (by_tiles) configure_tiles();
-#else
-  (void)by_tiles;
-#endif
+  begin_tiles(by_tiles);
   for (int64_t t = first; t < last; t += PANEL) {
     int64_t tokens = last - t < PANEL ? last - t : PANEL;
     _Alignas(64) float scale[PANEL];
@@ -152,9 +148,7 @@ int nm_block_int8(const float *x, float *y, const float *bias, const int8_t *val
       }
     }
   }
-#if defined(HAS_TILES)
-  if (by_tiles) _tile_release();
-#endif
+  end_tiles(by_tiles);
   return 0;
 }
 #endif

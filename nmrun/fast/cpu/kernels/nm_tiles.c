@@ -46,3 +46,20 @@ static void configure_tiles(void) {
   _tile_loadconfig(&c);
 }
 #endif
+
+/* Around products: tiles are configured, and released, where they multiply. */
+static inline void begin_tiles(int64_t by_tiles) {
+#if defined(HAS_TILES)
+  if (by_tiles) configure_tiles();
+#else
+  (void)by_tiles;
+#endif
+}
+
+static inline void end_tiles(int64_t by_tiles) {
+#if defined(HAS_TILES)
+  if (by_tiles) _tile_release();
+#else
+  (void)by_tiles;
+#endif
+}

@@ -44,3 +44,18 @@ static inline half narrowed(vec v) {
   b += 0x7fff + (b >> 16 & 1);
   return __builtin_convertvector((b & ~nan | nan & 0x7fc00000) >> 16, half);
 }
+
+#if defined(__AVX512BW__) && defined(__AVX512VL__) && (defined(__AVX512BF16__) || defined(EMULATED))
+#include <immintrin.h>
+
+/* vdpbf16ps, or EMULATED: written out, for tests on other processors. */
+static inline __attribute__((always_inline)) __m512 dot(__m512 sum, __m512i a, __m512i b) {
+#if defined(EMULATED) /* two fused operations, that of the higher numbers first */
+  const __m512i high = _mm512_set1_epi32((int)0xffff0000);
+  sum = _mm512_fmadd_ps((__m512)_mm512_and_si512(a, high), (__m512)_mm512_and_si512(b, high), sum);
+  return _mm512_fmadd_ps((__m512)_mm512_slli_epi32(a, 16), (__m512)_mm512_slli_epi32(b, 16), sum);
+#else
+  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#endif
+}
+#endif
