@@ -178,6 +178,15 @@ def wrong_values(
             yield f"{prefix}{key}={value}: {why}{hint}", f"{prefix}{key}"
 
 
+def converted(ranges: Mapping[str, Check | None], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that have a range, each in the one form of those that are equal to it."""
+    return {
+        key: allowed.convert(values[key])
+        for key, allowed in ranges.items()
+        if allowed is not None and key in values
+    }
+
+
 def check_values(ranges: Mapping[str, Check | None], values: Mapping[str, Any]) -> None:
     """Raise ConfigError with a line for each value out of its range."""
     raise_all(line for line, _ in wrong_values(ranges, values, ""))

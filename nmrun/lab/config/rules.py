@@ -7,7 +7,7 @@ import glob
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ from nmrun.lab.runs.run_folder import OWN, WEIGHTS, own_weights, weights_in
 from nmrun.patterns import Pattern, PatternError, written
 from nmrun.ranges import TEXT
 from nmrun.recipes import RECIPES
-
-Valid = Callable[..., bool]  # says whether these keys and their groups have valid values
 
 # the package that an option needs, and the extra of nmrun that it comes with
 PACKAGES = {
@@ -38,8 +36,8 @@ DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/nvmap")  # CUDA, W
 
 
 class Facts:
-    """A resolved config for the rules: plain data, since parts of it may be wrong. ``valid`` says
-    whether keys have valid values; rules use no others.
+    """A resolved config for the rules: plain data, since parts of it may be wrong: the keys and
+    groups that are ``bad``. Rules use no values of these.
 
     Attributes:
         own_rules: whether the recipe is built-in and not the dense one.
@@ -47,14 +45,14 @@ class Facts:
         no_pattern: what is wrong with a ratio whose numbers are valid.
     """
 
-    def __init__(self, plain: dict[str, Any], valid: Valid) -> None:
-        self._valid = valid
+    def __init__(self, plain: dict[str, Any], bad: Collection[str]) -> None:
+        self.bad = bad
         groups = ("recipe", "optimizer", "model", "dataset", "trainer", "sparsity")
         self.recipe, self.optimizer, self.model, self.dataset, self.trainer, self.sparsity = (
             content if isinstance(content := plain.get(group), dict) else {} for group in groups
         )
-        builtin = valid("recipe") and "_target_" not in self.recipe
-        known = valid("sparsity.n", "sparsity.m", "sparsity.v")
+        builtin = self.valid("recipe") and "_target_" not in self.recipe
+        known = self.valid("sparsity.n", "sparsity.m", "sparsity.v")
         no_ratio = known and self.sparsity["n"] is None and self.sparsity["m"] is None
         dense = no_ratio or (builtin and self.recipe["name"] == "dense")
         self.own_rules = builtin and not dense
@@ -71,19 +69,19 @@ class Facts:
         """Whether a rule may use these keys; ``recipe.*`` is a built-in recipe and all its keys."""
         if keys == ("recipe.*",):
             every = (f"recipe.{name}" for name in self.recipe)
-            return self.own_rules and self._valid("recipe", *every)
-        return self._valid(*keys)
+            return self.own_rules and self.valid("recipe", *every)
+        return not any(key in self.bad or key.partition(".")[0] in self.bad for key in keys)
 
 
-def broken(plain: dict[str, Any], valid: Valid) -> Iterator[str]:
-    """One line for each rule that a resolved config breaks."""
-    facts = Facts(plain, valid)
+def broken(plain: dict[str, Any], bad: Collection[str]) -> Iterator[str]:
+    """One line for each rule that a resolved config breaks; nothing is concluded from ``bad`` keys."""
+    facts = Facts(plain, bad)
     if facts.no_pattern:
         yield facts.no_pattern
     yield from _wrong_recipe(facts)
     yield from _wrong_training(facts)
     yield from _wrong_acceleration(facts)
-    if valid("output_dir"):
+    if facts.valid("output_dir"):
         yield from _unwritable(Path(plain["output_dir"]))
 
 

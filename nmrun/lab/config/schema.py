@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -23,13 +23,14 @@ from nmrun.lab.keys.models import Model
 from nmrun.lab.keys.options import NAMED, UNNAMED
 from nmrun.lab.keys.ranges import is_path
 from nmrun.patterns import Pattern, written
-from nmrun.ranges import Check, value_text, wrong_values
+from nmrun.ranges import Check, converted, value_text, wrong_values
 from nmrun.recipes import RECIPES, installed
 from nmrun.registry import no_such
 
 # a recipe without conditions: a config must have one, also where none trains
 STAND_IN = "ste"
 EVERY = ("", *NAMED, *UNNAMED)  # the groups of keys, the empty one of those in none
+Checks = dict[str, Mapping[str, Check | None]]  # by group and key
 NO_SPARSITY = {**ratio(None), "overrides": None, "pad": False}
 RECIPE_CLASS = "package.Class, a subclass of nmrun.recipes.base.Recipe"
 
@@ -42,9 +43,11 @@ def check(composed: DictConfig, unsure: Collection[str] = ()) -> Config:
     both are the same run.
     """
     plain = resolve(composed)
-    raise_all(problems(plain, unsure))
-    for group in EVERY:
-        _convert(group, plain[group] if group else plain)
+    checks = ranges(plain)
+    raise_all(problems(plain, checks, unsure))
+    for group, its_checks in checks.items():
+        holder = plain[group] if group else plain
+        holder |= converted(its_checks, holder)
     plain["optimizer"]["decay"] = _decay(plain["optimizer"], plain["model"])
     plain["recipe"]["name"] = _recipe_name(plain["recipe"])
     if plain["sparsity"]["n"] is None or plain["recipe"] == {"name": "dense"}:
@@ -79,59 +82,50 @@ def resolve(composed: DictConfig) -> dict[str, Any]:
 def _read_texts(written: Any, plain: dict[str, Any]) -> None:
     """Read a text that an interpolation gave, as ``${oc.env:LR}`` does, as on the command line: where
     the key takes no such text."""
-    for group in EVERY:
+    for group, checks in ranges(plain).items() if "${" in str(written) else ():
         before, after = (tree.get(group) if group else tree for tree in (written, plain))
-        if not (isinstance(before, dict) and isinstance(after, dict)):
-            continue
-        texts = [key for key, text in before.items() if isinstance(text, str) and "${" in text]
-        checks = ranges(group, after) if texts else {}
-        for key in texts:
-            check, value = checks.get(key), after.get(key)
-            if check is not None and isinstance(value, str) and not check.holds(value):
+        for key, check in checks.items():
+            text, value = before.get(key), after.get(key)
+            given = isinstance(text, str) and "${" in text and isinstance(value, str)
+            if given and check is not None and not check.holds(value):
                 with contextlib.suppress(HydraException):
                     after[key] = OverridesParser.create().parse_override(f"{key}={value}").value()
 
 
-def problems(plain: dict[str, Any], unsure: Collection[str] = ()) -> list[str]:
+def problems(
+    plain: dict[str, Any], checks: Checks | None = None, unsure: Collection[str] = ()
+) -> list[str]:
     """Everything that is wrong with a resolved config, one line each. Keys and groups that are
     ``unsure`` are known to be wrong already and are not checked."""
-    groups, keys = (*NAMED, *UNNAMED), options.keys("")
+    checks = ranges(plain) if checks is None else checks
+    groups, keys = (*NAMED, *UNNAMED), checks[""]
     errors = {no_key(key, (*keys, *groups)): key for key in plain if key not in (*keys, *groups)}
     if "experiment" in plain:  # Hydra's own way is a package of the group's name
         errors = {"experiment=: its file begins with the line # @package _global_": "experiment"}
     errors |= {f"{key}: missing; a run needs it": key for key in keys if key not in plain}
-    values = dict(wrong_values(ranges("", plain), plain, ""))
+    values = dict(wrong_values(keys, plain, ""))
     for group in groups:
         content = plain.get(group)
         if not isinstance(content, dict):
             errors[f"{group}: missing; a run needs it"] = group
             continue
-        allowed = ranges(group, content)
-        errors |= _wrong_group(group, content, allowed)
-        values |= wrong_values(allowed, content, f"{group}.")
+        errors |= _wrong_group(group, content, checks.get(group))
+        values |= wrong_values(checks.get(group, {}), content, f"{group}.")
     errors |= values
-    bad = {*unsure, *errors.values()}
-
-    def valid(*keys: str) -> bool:
-        return not any(key in bad or key.partition(".")[0] in bad for key in keys)
-
-    return [*errors, *rules.broken(plain, valid)]
+    return [*errors, *rules.broken(plain, {*unsure, *errors.values()})]
 
 
-def ranges(group: str, content: Mapping[str, Any]) -> Mapping[str, Check | None]:
-    """The keys of a group (empty: those in none) with their ranges; none for something of the user's
-    own or an unknown option."""
-    name = str(content.get("name"))
-    builtin = group in ("", *UNNAMED) or (group in NAMED and name in options.names(group))
-    if not builtin or "_target_" in content:
-        return {}
-    return {key: field.check for key, field in options.keys(group, name).items()}
-
-
-def _convert(group: str, holder: dict[str, Any]) -> None:
-    for key, allowed in ranges(group, holder).items():
-        if allowed is not None and key in holder:
-            holder[key] = allowed.convert(holder[key])
+def ranges(plain: Mapping[str, Any]) -> Checks:
+    """By group (empty: the keys in none), the keys with their ranges. A group with something of the
+    user's own or with an unknown option is left out."""
+    checks: Checks = {}
+    for group in EVERY:
+        content = plain.get(group) if group else plain
+        if isinstance(content, dict) and (group in UNNAMED or "_target_" not in content):
+            with contextlib.suppress(KeyError):
+                keys = options.keys(group, str(content.get("name")))
+                checks[group] = {key: field.check for key, field in keys.items()}
+    return checks
 
 
 def _decay(optimizer: Mapping[str, Any], model: Mapping[str, Any]) -> str:
@@ -143,29 +137,31 @@ def _decay(optimizer: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     return str(optimizer["decay"] or kind.decays)
 
 
-def _wrong_group(group: str, content: dict[str, Any], keys: Iterable[str]) -> dict[str, str]:
-    """The problems of a group, such as unknown or missing keys, each with the key that is wrong."""
+def _wrong_group(
+    group: str, content: dict[str, Any], keys: Collection[str] | None
+) -> dict[str, str]:
+    """The problems of a group, such as unknown or missing keys, each with the key that is wrong.
+    ``keys`` is None where they are not known."""
     if "_target_" in content and group in ("dataset", "model", "recipe"):
         return _wrong_own(group, content)
-    if group in UNNAMED:
-        return wrong_keys(group, keys, content)
     name = content.get("name")
     if group == "recipe" and name == "custom":
         return {f"recipe=custom needs recipe._target_={RECIPE_CLASS}": group}
+    if keys is not None and (group != "recipe" or name in RECIPES):
+        every = [*keys] if group in UNNAMED else ["name", *keys]
+        return {} if content.keys() == {*every} else wrong_keys(group, every, content)
     if name is None:
         own = ", or name: and _target_: of your own" if group in ("dataset", "model") else ""
         how = f"its file needs defaults: [OPTION], what it builds on{own}"
         return {f"{group}.name: missing; {how}": group}
     names = [*RECIPES, "custom"] if group == "recipe" else options.names(group)
-    if name not in names:
-        line = f"{group}.name={value_text(name)}: "
-        line += no_such(group, value_text(name), names, f"nmrun help {group}")
-        if "name_in_timm" in content:
-            line += "; timm's networks are named by model.name_in_timm"
-        elif group in ("dataset", "model", "recipe"):
-            line += "; a file of yours has _target_: module.name or defaults: [OPTION]"
-        return {line: group}
-    return wrong_keys(group, ("name", *keys), content)
+    line = f"{group}.name={value_text(name)}: "
+    line += no_such(group, value_text(name), names, f"nmrun help {group}")
+    if "name_in_timm" in content:
+        line += "; timm's networks are named by model.name_in_timm"
+    elif group in ("dataset", "model", "recipe"):
+        line += "; a file of yours has _target_: module.name or defaults: [OPTION]"
+    return {line: group}
 
 
 def _wrong_own(group: str, content: dict[str, Any]) -> dict[str, str]:

@@ -1,7 +1,5 @@
 """The keys of data sets: images, texts with labels, and running text whose next token a model learns."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 

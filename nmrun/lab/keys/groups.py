@@ -1,7 +1,5 @@
 """The keys of the run itself, the ratio, the optimizer, the schedule, the trainer and tracking."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

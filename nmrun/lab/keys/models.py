@@ -1,7 +1,5 @@
 """The keys of models: networks for images, and Transformers for images, texts and running text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar

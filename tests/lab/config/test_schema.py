@@ -328,7 +328,7 @@ def test_what_does(options, values):
 
 @pytest.mark.parametrize("unsure", ["recipe", "optimizer"])
 def test_nothing_is_concluded_from_what_stands_in(unsure):
-    assert schema.problems(changed("optimizer=sgd"), [unsure]) == []
+    assert schema.problems(changed("optimizer=sgd"), unsure=[unsure]) == []
 
 
 def test_equal_values_get_one_form():
