@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -27,6 +27,7 @@ from nmrun.lab.config.composition import Cache
 from nmrun.lab.config.identity import run_folder
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
+from nmrun.lab.runs import documents
 from nmrun.ranges import OPTIONAL_TEXT, TEXT, Check
 from nmrun.registry import choose, did_you_mean, no_such
 
@@ -53,20 +54,11 @@ def _are_sweeps(value: Any) -> bool:
     return bool(lines) and all(map(_is_line, lines))
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
-def _are_cells(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(row, dict) for row in value.values())
-
-
 LINE = "a line of overrides, its quotations closed"
-NEEDED = ("title", "source", "sweep", "scales")
-KEYS = {
+SHAPE = {
     "title": TEXT,
     "source": TEXT,
-    "note": OPTIONAL_TEXT,
+    "note?": OPTIONAL_TEXT,
     "sweep": Check(
         f"{LINE}, a list of such lines, or either of them for each scale",
         lambda value: all(map(_are_sweeps, value.values() if isinstance(value, dict) else [value])),
@@ -75,17 +67,15 @@ KEYS = {
         f"for each of {', '.join(SCALES)} that you want {LINE}",
         lambda value: isinstance(value, dict) and all(map(_is_line, value.values())),
     ),
-    "report": None,
-    "paper": None,
+    "report?": {
+        "rows?": TEXT,
+        "cols?": TEXT,
+        "metric?": OPTIONAL_TEXT,
+        "baseline?": OPTIONAL_TEXT,
+        "figures?": [str],
+    },
+    "paper?": {"source": TEXT, "values": {str: {str: object}}},
 }
-REPORT_KEYS = {
-    "rows": TEXT,
-    "cols": TEXT,
-    "metric": OPTIONAL_TEXT,
-    "baseline": OPTIONAL_TEXT,
-    "figures": Check("a list of texts, such as [ratio, curves eval/loss]", _are_texts),
-}
-PAPER_KEYS = {"source": TEXT, "values": Check("rows, each with values by column", _are_cells)}
 
 
 @dataclass(frozen=True)
@@ -168,19 +158,16 @@ def load(name: str) -> Experiment:
 
 
 def _read(word: str, content: Any) -> Experiment:
-    _check(content, KEYS, NEEDED)
-    report, paper = content.get("report") or {}, content.get("paper")
-    _check(report, REPORT_KEYS, (), "report.")
-    for figure in report.get("figures", []):
-        kind = figure.partition(" ")[0]
-        if kind not in FIGURES:
-            raise ValueError(f"report.figures: {kind}: {no_such('kind', kind, FIGURES)}")
-    if set(content["scales"]) - set(SCALES):
-        raise ValueError(f"scales: they are called {', '.join(SCALES)}")
-    if paper is None:
-        paper = {"source": "", "values": {}}
-    else:
-        _check(paper, PAPER_KEYS, tuple(PAPER_KEYS), "paper.")
+    names = [key.rstrip("?") for key in SHAPE]
+    if not isinstance(content, dict):
+        raise ValueError(f"it takes the keys {', '.join(names)}")
+    _known("key", content, names)
+    if problem := documents.misfit(content, SHAPE):
+        raise ValueError(problem)
+    report, paper = content.get("report", {}), content.get("paper", {"source": "", "values": {}})
+    _known("key of report", report, REPORT)
+    _known("figure", [each.partition(" ")[0] for each in report.get("figures", [])], FIGURES)
+    _known("scale", content["scales"], SCALES)
     sweep = content["sweep"]
     by_scale = sweep if isinstance(sweep, dict) else dict.fromkeys(content["scales"], sweep)
     if by_scale.keys() != content["scales"].keys():
@@ -203,21 +190,10 @@ def _read(word: str, content: Any) -> Experiment:
     )
 
 
-def _check(
-    content: Any, keys: Mapping[str, Check | None], needed: Sequence[str], prefix: str = ""
-) -> None:
-    """Raise ValueError unless this is a mapping of these keys to values that they take."""
-    of = f"{prefix.rstrip('.')}: " if prefix else ""
-    if not isinstance(content, dict):
-        raise ValueError(f"{of}it takes the keys {', '.join(keys)}")
-    for key in map(str, content):
-        if key not in keys:
-            raise ValueError(f"{prefix}{key}: {no_such('key', key, keys)}")
-    if missing := [key for key in needed if key not in content]:
-        raise ValueError(f"{of}without {', '.join(missing)}")
-    for key, check in keys.items():
-        if check is not None and key in content and not check.holds(content[key]):
-            raise ValueError(f"{prefix}{key}: it takes {check.allowed}")
+def _known(what: str, names: Iterable[Any], known: Collection[str]) -> None:
+    for name in map(str, names):
+        if name not in known:
+            raise ValueError(f"{name}: {no_such(what, name, known)}")
 
 
 def own(config_dir: str | None) -> list[str]:
