@@ -27,14 +27,12 @@ from nmrun.errors import ConfigError
 from nmrun.lab.config import suggestions
 from nmrun.lab.config.suggestions import RATIOS
 from nmrun.lab.keys import options as groups
-from nmrun.lab.keys.ranges import no_expression
 from nmrun.ranges import plain
 from nmrun.recipes import installed
 from nmrun.registry import did_you_mean, no_such
 
 # texts that Hydra reads without quotes; of letters it takes those of ASCII
 PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.-]*")
-PAIR = re.compile(r"""(\S+?)\s*:\s*["']?(\d+:\d+|dense)["']?\s*(?:,\s*|$)""")
 
 
 MODES = ("run", "multirun", "cfg", "info", "shell_completion")  # of Hydra's options
@@ -220,17 +218,6 @@ def quoting(word: str) -> str:
             return "; quote what is special in a value, as in 'key=\"(a)\"'"
         how = suggestions.written(word)
         return f"; {how}" if how else ""
-    inner = value.strip("{} ")
-    pairs = PAIR.findall(inner)
-    # an expression matches whole names, so ^ and $ at its ends change nothing
-    names = [name.strip("\"' ").removeprefix("^").removesuffix("$") for name, _ in pairs]
-    escaped = [re.sub(r"(?<!\\)([][(){}:=,])", r"\\\1", name) for name in names]
-    meant = f"{RATIOS}={{{', '.join(f'{name}: {ratio}' for name, (_, ratio) in zip(escaped, pairs, strict=True))}}}"
-    with contextlib.suppress(HydraException):
-        read: Any = parse(meant).value()
-        if pairs and not PAIR.sub("", inner) and list(map(str, read)) == names:
-            wrong = [why for why in map(no_expression, names) if why]
-            return f"; {wrong[0] if wrong else f'write it as {shlex.quote(meant)}'}"
     return (
         f"; write it as '{RATIOS}={{inner.1: 1:8, head: dense}}', all of it in quotes. "
         "Names take a backslash before ( ) [ ] { } : = and the comma, and no ^ or quotes"

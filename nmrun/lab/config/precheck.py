@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -321,34 +320,16 @@ def _wrong_option(group: str, option: str, options: list[str]) -> str | None:
 
 
 def by_hydra(sweeps: Sequence[Sequence[str]], config_dir: str | None) -> bool:
-    """Whether Hydra launches the jobs: overrides or a folder of configs say something to it."""
+    """Whether Hydra launches the jobs: overrides say something to it, or a file of a folder of configs
+    speaks of it, by any word. It launches the same jobs, only slower."""
     if any(map(command_line.is_hydras, itertools.chain(*sweeps))):
         return True
-    if config_dir is None:
-        return False
-    return (Path(config_dir) / "hydra").is_dir() or any(
-        _speaks_to_hydra(file)
-        for file in Path(config_dir).rglob("*.yaml")
+    files = [] if config_dir is None else Path(config_dir).rglob("*.yaml")
+    return any(
+        "hydra" in f"{file} {file.read_text(errors='replace')}"
+        for file in files
         if file.is_file() and os.access(file, os.R_OK)
     )
-
-
-def _speaks_to_hydra(file: Path) -> bool:
-    """Whether a config has keys of Hydra's, or chooses an option of its groups."""
-    text = file.read_text(errors="replace")
-    if re.search(r"^#\s*@package\s+hydra\b", text, re.MULTILINE):
-        return True
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError:  # which is told of where the file is composed
-        return False
-    if not isinstance(content, dict):
-        return False
-    listed = content.get("defaults")
-    entries = listed if isinstance(listed, list) else []
-    names = [str(n) for entry in entries for n in (entry if isinstance(entry, dict) else [entry])]
-    chosen = [name.removeprefix("override ").lstrip("/") for name in names]
-    return "hydra" in content or any(name.startswith("hydra/") for name in chosen)
 
 
 def _refused(overrides: Sequence[Override]) -> list[str]:

@@ -219,9 +219,8 @@ RATIOS = {
     "sparsity=64:2:8:1": "or three for V:N:M",
     "'sparsity.overrides={inner.1: 1:8, inner.0: 9:8}'": "'inner.0': 9:8 is not an N:M pattern: it takes 1 <= N <= M",
     "'sparsity.overrides={inner.\\(: 1:8}'": "'inner.(' is no regular expression: missing )",
-    "\"sparsity.overrides={'inner.(': 1:8}\"": "'inner.(' is no regular expression: missing )",
     "'model.exclude=[\"a(\"]'": "'a(' is no regular expression: missing )",
-    "'sparsity.overrides={\"inner.1\": 1:8}'": "write it as 'sparsity.overrides={inner.1: 1:8}'\n",
+    "'sparsity.overrides={\"inner.1\": 1:8}'": "all of it in quotes",
 }  # fmt: skip
 
 TOGETHER = {

@@ -158,9 +158,7 @@ def test_a_preset_of_a_class_of_ones_own_takes_every_key_of_the_class(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        ("optimizer/mine.yaml", "# not for hydra/launcher\nname: hydra_sgd\nlr: 0.1\n", False),
         ("optimizer/mine.yaml", "defaults:\n- sgd\nlr: 0.1\n", False),
-        ("optimizer/mine.yaml", "hydra: [\n", False),
         ("optimizer/mine.yaml", "defaults: 3\n", False),
         ("nmrun.yaml", "hydra:\n  job:\n    env_set: {A: b}\n", True),
         ("debug/mine.yaml", "# @package _global_\ndefaults:\n- override /hydra/launcher: joblib\n", True),
