@@ -324,11 +324,11 @@ def by_hydra(sweeps: Sequence[Sequence[str]], config_dir: str | None) -> bool:
     speaks of it, by any word. It launches the same jobs, only slower."""
     if any(map(command_line.is_hydras, itertools.chain(*sweeps))):
         return True
-    files = [] if config_dir is None else Path(config_dir).rglob("*.yaml")
-    return any(
-        "hydra" in f"{file} {file.read_text(errors='replace')}"
-        for file in files
-        if file.is_file() and os.access(file, os.R_OK)
+    if config_dir is None:
+        return False
+    files = [file for file in Path(config_dir).rglob("*.yaml") if os.access(file, os.R_OK)]
+    return (Path(config_dir) / "hydra").is_dir() or any(
+        "hydra" in file.read_text(errors="replace") for file in files if file.is_file()
     )
 
 
