@@ -144,6 +144,7 @@ Cache = dict[tuple[str, ...], bytes]  # pickled: that is copied four times as fa
 def composing(config_dir: str | None = None) -> Iterator[None]:
     """Let ``hydra.compose("nmrun", words)`` compose a config of nmrun, while the context is
     entered."""
+    register()
     with without_others_configs(), hydra_internals.initialized("nmrun.conf", config_dir):
         yield
 
@@ -231,7 +232,6 @@ def config_of(
     words: Sequence[str], config_dir: str | None = None, cache: Cache | None = None
 ) -> Config:
     """The checked config of these overrides; ``cache`` as of :func:`composed`."""
-    register()
     with plain_errors(), composing(config_dir):
         return schema.check(composed(words, {} if cache is None else cache))
 
