@@ -22,7 +22,7 @@ from hydra.core.override_parser.types import Glob
 from hydra.errors import HydraException
 
 from nmrun.errors import ConfigError, raise_all, refused
-from nmrun.lab.config import command_line, composition, launchers, precheck
+from nmrun.lab.config import command_line, launchers, precheck
 from nmrun.lab.config.composition import Cache
 from nmrun.lab.config.identity import run_folder
 from nmrun.lab.keys import options
@@ -311,7 +311,6 @@ def configs(
     """The checked configs of an experiment's runs, each once. ``changes`` are overrides that win
     over its own."""
     by_folder: dict[str, Config] = {}
-    composition.register()
     sweeps = [
         [word for word in command_line.own_recipe(words) if not command_line.is_hydras(word)]
         for words in experiment.overrides(scale, changes)
