@@ -19,7 +19,13 @@ from triton.runtime import interpreter
 
 from nmrun import optim, sparsify
 from nmrun.kernels import projection as kernels
-from nmrun.kernels import triton_fp8, triton_groups, triton_mvue, triton_projection
+from nmrun.kernels import (
+    triton_blocks,
+    triton_fp8,
+    triton_groups,
+    triton_mvue,
+    triton_projection,
+)
 from nmrun.kernels.operands import Update
 from nmrun.patterns import Pattern
 from nmrun.sparsity.estimators import inclusion_probabilities
@@ -148,6 +154,28 @@ def test_channels_last(ratio, dim):
     assert not triton_projection.project(plain, out, pattern, dim)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "shape", "dtype"),
+    [
+        ("64:4:16", (128, 64), FLOAT),
+        ("16:2:8", (32, 24), BFLOAT),
+        ("8:1:7", (16, 21), HALF),
+        ("4:3:5", (12, 2570), FLOAT),  # more than one program a block
+    ],
+)
+def test_blocks_have_the_bits_of_the_reference(ratio, shape, dtype):
+    weight, pattern = nasty(shape, dtype), Pattern.parse(ratio)
+    for mode, amount in (("hard", 1.0), ("decayed", 0.37)):
+        out = nasty(shape, dtype, seed=1)
+        assert triton_blocks.project(weight, out, pattern, 1, mode, amount)
+        assert torch.equal(bits(out), bits(reference(weight, pattern, 1, mode, amount))), mode
+    assert triton_blocks.project(weight, out, pattern, 1, "mask")
+    assert torch.equal(out, nm_mask(weight, pattern, 1).to(dtype))
+    short = weight[:, :-1].contiguous()
+    assert not triton_blocks.project(short, torch.empty_like(short), pattern, 1)
+    assert not triton_blocks.project(weight.t().contiguous(), weight.t().contiguous(), pattern, 0)
+
+
 def test_more_than_one_program():
     for shape, dim, pattern in (
         ((300, 28), 1, Pattern(2, 4)),
@@ -223,7 +251,13 @@ def test_a_device_is_checked_before_it_is_used(monkeypatch, caplog):
     right_one = triton_projection.project
     assert kernels.on_cuda(device, 2, 4)
     assert not kernels.on_cuda(device, 2, triton_groups.LARGEST_M + 1)
+    assert kernels.blocks_on_cuda(device, Pattern.parse("16:2:8"))
     assert not caplog.records
+    monkeypatch.setattr(
+        triton_blocks, "project", lambda weight, out, *_: bool(out.fill_(0).any()) or True
+    )
+    assert not kernels.blocks_on_cuda(device, Pattern.parse("16:2:9"))
+    assert "wrong numbers" in caplog.text
     monkeypatch.setattr(
         triton_projection,
         "project",

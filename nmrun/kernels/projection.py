@@ -12,7 +12,7 @@ from torch import Tensor
 from nmrun.kernels import cpu
 from nmrun.kernels.comparison import agrees
 from nmrun.kernels.layout import LARGEST
-from nmrun.patterns import Pattern
+from nmrun.patterns import COLUMNS, Pattern
 
 
 def project(
@@ -30,11 +30,13 @@ def project(
     waits for a CUDA device, but once a pattern for a check."""
     if weight.device.type == "cpu":
         return cpu.project(weight, out, pattern, dim, soft, float(scale), factor)
+    mode = "soft" if soft else "decayed" if factor else "hard"
+    if pattern.v > 1:
+        return _blocks(weight, out, pattern, dim, mode, factor)
     if not by_triton(weight, pattern):
         return False
     from nmrun.kernels import triton_projection
 
-    mode = "soft" if soft else "decayed" if factor else "hard"
     by_tensor = scale if isinstance(scale, Tensor) else None
     amount = factor if factor else 1.0 if isinstance(scale, Tensor) else scale
     return triton_projection.project(weight, out, pattern, dim, mode, amount, by_tensor)
@@ -45,15 +47,54 @@ def mask(weight: Tensor, out: Tensor, pattern: Pattern, dim: int) -> bool:
     :func:`project`."""
     if weight.device.type == "cpu":
         return cpu.mask(weight, out, pattern, dim)
-    if not by_triton(weight, pattern):
-        return False
-    from nmrun.kernels import triton_projection
-
     ones = torch.empty_like(weight)  # kernels write the weight's dtype
-    success = triton_projection.project(weight, ones, pattern, dim, "mask")
+    if pattern.v > 1:
+        success = _blocks(weight, ones, pattern, dim, "mask")
+    elif by_triton(weight, pattern):
+        from nmrun.kernels import triton_projection
+
+        success = triton_projection.project(weight, ones, pattern, dim, "mask")
+    else:
+        return False
     if success:
         out.copy_(ones)
     return success
+
+
+def _blocks(
+    weight: Tensor, out: Tensor, pattern: Pattern, dim: int, mode: str, factor: float = 1.0
+) -> bool:
+    """The same of a V:N:M pattern, by a kernel of its own."""
+    if not (weight.is_cuda and blocks_on_cuda(weight.device, pattern)):
+        return False
+    from nmrun.kernels import triton_blocks
+
+    return triton_blocks.project(weight, out, pattern, dim, mode, factor)
+
+
+@cache
+def blocks_on_cuda(device: torch.device, pattern: Pattern) -> bool:
+    """Whether the kernel of V:N:M patterns works on this device, as :func:`on_cuda`."""
+    try:
+        from nmrun.kernels import triton_blocks
+    except ImportError:
+        return False
+    # four blocks, with ties; (block, V, M)
+    weight = torch.arange(4 * pattern.v * pattern.m, dtype=torch.float32)
+    weight = weight.mul_(0.7).sin_().mul_(8).round_().view(4, pattern.v, pattern.m)
+    columns = weight.abs().sum(1, keepdim=True).argsort(stable=True, descending=True)[..., :COLUMNS]
+    others = torch.ones(4, 1, pattern.m, dtype=torch.bool).scatter_(-1, columns, False)
+    size = weight.abs().masked_fill(others, -1)
+    kept = size.argsort(stable=True, descending=True)[..., : pattern.n]
+    expected = torch.zeros_like(weight).scatter_(-1, kept, weight.gather(-1, kept)).flatten(0, 1)
+
+    def compare() -> bool:
+        on_device = weight.flatten(0, 1).to(device)
+        out = torch.empty_like(on_device)
+        projected = triton_blocks.project(on_device, out, pattern, 1)
+        return projected and bool((out.cpu() == expected).all())
+
+    return agrees(f"Triton's {pattern} projection", device, compare, "the reference")
 
 
 def by_triton(weight: Tensor, pattern: Pattern) -> bool:

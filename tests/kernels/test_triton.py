@@ -406,3 +406,33 @@ def test_on_a_device_the_recipes_do_not_wait_for_it():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(out, soft_threshold(weight, "2:4") * scale)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "ratio"), [(80, "64:4:16"), (90, "16:2:7"), (100, "64:4:64")]
+)
+def test_blocks_compile_without_memory_of_their_own(architecture, ratio):
+    """Each weight is read twice and written once; columns are found in registers."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from nmrun.kernels import triton_blocks
+
+    pattern, types = Pattern.parse(ratio), {"weight": "*fp32", "out": "*fp32", "amount": "fp32"}
+    constants, (kernel, width) = (
+        triton_blocks.constants_of(pattern),
+        (triton_blocks.project_blocks, 4),
+    )
+    constants |= {"MODE": 0}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in kernel.arg_names
+    }
+    built = triton.compile(
+        ASTSource(kernel, signature, constants, {(0,): [["tt.divisibility", 16]]}),
+        target=GPUTarget("cuda", architecture, 32),
+        options={"enable_fp_fusion": False, "num_warps": width},
+    )
+    assert built.asm["cubin"]
+    assert "st.local" not in built.asm["ptx"]
