@@ -72,14 +72,16 @@ def check_length(setting: str, length: int, source: str, most: int | None) -> No
         raise ConfigError(f"{setting}={length}: {source} takes at most {most} tokens")
 
 
-def fetch_whole(kind: str, source: str, **options: Any) -> Any:
-    """:func:`fetch` a network with all of its weights, in float32.
+def fetch_whole(kind: str, source: str, besides: str = "", **options: Any) -> Any:
+    """:func:`fetch` a network with all of its weights, in float32; those of the module ``besides`` may
+    be missing.
 
     Raises ConfigError if it cannot be loaded, or a weight is not there or has another shape.
     """
     options |= {"dtype": "float32", "output_loading_info": True, "ignore_mismatched_sizes": True}
     network, info = fetch(kind, "model.pretrained", source, **options)
-    lost = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+    missing = [key for key in info["missing_keys"] if not (besides and besides in key)]
+    lost = sorted({*missing, *(key for key, *_ in info["mismatched_keys"])})
     if lost:
         raise ConfigError(
             f"model.pretrained={source}: its weights are of another architecture than its config.json: there is no {lost[0]} of the right shape"

@@ -329,19 +329,13 @@ def refusal(tmp_path: Path, encoder: Path, *more: str) -> str:
 
 def test_a_checkpoint_of_another_architecture(encoder, tmp_path):
     change(encoder, num_hidden_layers=3)
-    assert "have no encoder.layer.2.attention.self.query.weight, which a bert" in refusal(
-        tmp_path, encoder
+    message = refusal(tmp_path, encoder)
+    assert (
+        "there is no encoder.layer.2.attention.output.LayerNorm.bias of the right shape" in message
     )
     change(encoder, num_hidden_layers=2, intermediate_size=64)
     message = refusal(tmp_path, encoder)
-    assert (
-        "encoder.layer.0.intermediate.dense.weight is 32x16 in its weights, 64x16 by its config.json"
-        in message
-    )
-    change(encoder, model_type="distilbert", dim=16, n_layers=2, n_heads=2, hidden_dim=32)
-    message = refusal(tmp_path, encoder)  # both have embeddings.word_embeddings and the like
-    assert "have no transformer.layer.0.attention.q_lin.weight, which a distilbert" in message
-    assert "(they have embeddings.token_type_embeddings.weight" in message
+    assert "there is no encoder.layer.0.intermediate.dense.bias of the right shape" in message
 
 
 def test_what_is_no_encoder(encoder, tmp_path):
