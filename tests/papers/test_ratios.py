@@ -14,22 +14,18 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from runs import config, finished, result_of
+from runs import config, result_of
 from torch import nn
 from verbs import verb
 
 import nmrun
 from nmrun.errors import ConfigError
-from nmrun.fast.cpu import probe
-from nmrun.fast.measurement import Times
-from nmrun.lab.config.identity import run_folder
 from nmrun.papers.ratios import search
 from nmrun.papers.ratios.propose import main
 from nmrun.papers.ratios.search import (
     best_choice,
     flops_by_layer,
     search_ratios,
-    times_by_layer,
 )
 from nmrun.sparsity.weight import LIVE
 
@@ -58,45 +54,30 @@ def kept_shares(layer: nn.Linear) -> dict[int, float]:
     return {n: sum(sum(group[:n]) for group in squares) / total for n in CHOICES}
 
 
-def tables(net: nn.Sequential, kind: str, seed: int) -> list[dict[int, float]]:
-    """What each layer costs by N: its kept weights, something in proportion to N, or made-up times,
-    which fall and rise with N and are dense's here and there.
-    """
-    if kind == "weights":
-        return [{n: layer.weight.numel() * n / M for n in CHOICES} for layer in net]
-    if kind == "own":
-        return [{n: (1.0 + 3 * i) * n / M for n in CHOICES} for i, _ in enumerate(net)]
-    draw = random.Random(seed)
-    dense = [draw.uniform(0.2, 3.0) for _ in net]
-    return [{n: t * (1.0 if n == M else min(1.0, draw.uniform(0.3, 1.3))) for n in CHOICES}
-            for t in dense]  # fmt: skip
-
-
 def assignments(
-    net: nn.Sequential, costs: list[dict[int, float]]
+    net: nn.Sequential, costs: list[float]
 ) -> Iterator[tuple[tuple[int, ...], float, float]]:
     """Every choice of N for every layer, its cost as a share of dense and the sum of kept shares."""
     shares = [kept_shares(layer) for layer in net]
-    dense = sum(cost[M] for cost in costs)
     for ns in itertools.product(CHOICES, repeat=len(net)):
-        cost = sum(cost[n] for cost, n in zip(costs, ns, strict=True)) / dense
+        cost = sum(cost * n / M for cost, n in zip(costs, ns, strict=True)) / sum(costs)
         yield ns, cost, sum(share[n] for share, n in zip(shares, ns, strict=True))
 
 
-CASES = [(widths, seed, kind) for widths in WIDTHS for seed in range(2)
-         for kind in ("weights", "own", "times")]  # fmt: skip
+CASES = [(w, seed, kind) for w in WIDTHS for seed in range(2) for kind in ("weights", "own")]
 
 
 @pytest.mark.parametrize(("widths", "seed", "kind"), CASES)
 def test_no_choice_within_the_budget_keeps_more(widths, seed, kind):
     """At budgets in even steps, and at those that some choice uses up."""
     net = network(widths, seed)
-    costs = tables(net, kind, seed)
+    costs = [
+        layer.weight.numel() if kind == "weights" else 1.0 + 3 * i for i, layer in enumerate(net)
+    ]
     every = {ns: (cost, share) for ns, cost, share in assignments(net, costs)}
-    least = min(cost for cost, _ in every.values())
     exact = sorted(cost for cost, _ in every.values() if cost < 1)[:: len(every) // 20]
     layer_costs = None if kind == "weights" else {str(i): cost for i, cost in enumerate(costs)}
-    for budget in [*torch.linspace(least, 0.99, 20, dtype=torch.float64).tolist(), *exact]:
+    for budget in [*torch.linspace(1 / M, 0.99, 20, dtype=torch.float64).tolist(), *exact]:
         proposal = search_ratios(net, budget, costs=layer_costs)
         cost, share = every[tuple(proposal.ratios[str(i)].n for i in range(len(net)))]
         assert cost <= budget + 1e-8
@@ -121,22 +102,6 @@ def test_a_list_that_grows_too_long_is_thinned_by_little(monkeypatch):
         gained = sum(layer[at] for layer, at in zip(gains, choice, strict=True))
         assert spent <= most
         assert gained >= gain[cost <= most * (1 - 10 / 300)].max()
-
-
-def test_layers_without_a_cost_stay_dense():
-    net = network(WIDTHS[0], 0)
-    proposal = search_ratios(
-        net, 0.5, costs={"1": dict(zip(CHOICES, (2.0, 3.0, 1.0, 3.0, 3.0), strict=True))}
-    )
-    assert {name: ratio.n for name, ratio in proposal.ratios.items()} == {
-        "0": 16,
-        "1": 4,
-        "2": 16,
-        "3": 16,
-    }
-    assert proposal.used == 0.5
-    weights = [layer.weight.numel() for layer in net]
-    assert proposal.density == pytest.approx(1 - 0.75 * weights[1] / sum(weights))
 
 
 def test_the_density_is_that_of_the_model_that_is_pruned_so():
@@ -183,16 +148,6 @@ def test_what_is_left_out_stays_out_and_what_cannot_be_had_is_said():
     for budget in (1.0, 0.01, -1.0):
         with pytest.raises(ConfigError, match=r"with M = 16 it is from 0.0625 to below 1"):
             search_ratios(net, budget)
-    times = {
-        "0": dict(zip(CHOICES, (4.0, 4.0, 3.0, 2.0, 2.5), strict=True)),
-        "1": dict.fromkeys(CHOICES, 1.0),
-    }
-    with pytest.raises(ConfigError, match=r"budget 0.5: with M = 16 it is from 0.6 to below 1"):
-        search_ratios(net, 0.5, costs=times)
-    with pytest.raises(ConfigError, match="no ratio with M = 16 costs less than dense"):
-        search_ratios(net, 0.5, costs={"1": times["1"]})
-    with pytest.raises(ValueError, match="power of two"):
-        search_ratios(net, 0.5, m=12)
     with pytest.raises(ConfigError, match="no layer of this model can hold groups of 64"):
         search_ratios(net, 0.5, m=64)
 
@@ -204,62 +159,11 @@ def test_flops_are_those_of_the_products(tmp_path):
     parts = nmrun.lab.train.build.build(
         config(tmp_path, "recipe=dense", "model.channels=[16,32,32]")
     )
-    costs = flops_by_layer(parts.model, ["inner.0", "inner.1"], parts.task, 4)
+    costs = flops_by_layer(parts.model, ["inner.0", "inner.1"], parts.task)
     dense = {"inner.0": 2 * 16 * 32 * 9 * 8 * 8, "inner.1": 2 * 32 * 32 * 9 * 4 * 4}
-    assert costs == {k: {4: flops, 2: flops / 2, 1: flops / 4} for k, flops in dense.items()}
+    assert costs == dense
     # nothing was made sparse for it
     assert not any(id(p) in LIVE for p in parts.model.parameters())
-
-
-# --- measured times, here made up -----------------------------------------------------------------
-
-# 1.1 million parameters: smaller networks are left alone
-WIDE = ("model=mlp", "model.hidden=[1024,1024,64]", "trainer.epochs=1", "trainer.limit_batches=1")
-
-
-def played(monkeypatch: pytest.MonkeyPatch, onednn: float | None = None) -> None:
-    """Times in place of measured ones: each dense product takes 4 ms, a sparse one N/2, packing 2,
-    the weight gradient of the kept entries 1; oneDNN, if it is there, the given time for each."""
-
-    def measured(shape, device=None):
-        times = {"dense": Times(0.0, 4.0, 4.0, 4.0), "onednn": Times(wrong="there is none")}
-        if onednn is not None:
-            times["onednn"] = Times(0.0, onednn, onednn, onednn)
-        if shape.pattern is not None:
-            n = shape.pattern.n
-            times["packed"] = Times(2.0, n / 2, n / 2, 1.0)
-        return times
-
-    monkeypatch.setattr(probe, "measured", measured)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "onednn", "dense", "sparse"),
-    [
-        # two products of N/2, the packing, and the dense weight gradient
-        (("recipe=step",), None, 12.0, {8: 12.0, 4: 10.0, 2: 8.0, 1: 7.0}),
-        (("recipe=step", "trainer.accumulate=2"), None, 12.0, {8: 12.0, 4: 9.0, 2: 7.0, 1: 6.0}),
-        # SLoPe masks the gradients of pruned weights, unless their norm is asked for
-        (("recipe=slope",), None, 12.0, {8: 12.0, 4: 7.0, 2: 5.0, 1: 4.0}),
-        (("recipe=slope", "trainer.clip=1"), None, 12.0, {8: 12.0, 4: 10.0, 2: 8.0, 1: 7.0}),
-        # what beats torch's 8 ms of both products with the weight need not beat oneDNN's 5
-        (("recipe=step",), 2.5, 7.5, {8: 7.5, 4: 7.5, 2: 6.5, 1: 5.5}),
-    ],
-)
-def test_times_are_those_of_the_products_that_would_run(
-    words, onednn, dense, sparse, tmp_path, monkeypatch
-):
-    played(monkeypatch, onednn)
-
-    def config_of(ratio):
-        return config(tmp_path, *WIDE, "trainer.batch_size=64", *words, f"sparsity='{ratio}'")
-
-    times = times_by_layer(config_of, M)
-    assert times.costs == {"inner.0": {16: dense, **sparse}}
-    assert list(times.reasons) == ["inner.1"]
-    assert times.reasons["inner.1"].startswith("its products are too small to gain (1024 to 64,")
-    assert not list(tmp_path.iterdir())
 
 
 # --- the verb -------------------------------------------------------------------------------------
@@ -268,18 +172,13 @@ def test_times_are_those_of_the_products_that_would_run(
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A dense run that is not what ``nmrun`` does by default."""
-    words = (
-        "model=mlp",
-        "model.hidden=[64,32,64,16]",
-        "model.exclude=[head]",
-        "optimizer=adamw",
-        "optimizer.lr=3e-5",
-    )
-    cfg = config(
-        tmp_path_factory.mktemp("runs"), "recipe=dense", *words, "schedule=cosine", "seed=3"
-    )
-    finished(cfg)
-    return run_folder(cfg)
+    words = [
+        *("model=mlp", "model.hidden=[64,32,64,16]", "model.exclude=[head]", "recipe=dense"),
+        *("optimizer=adamw", "optimizer.lr=3e-5", "schedule=cosine", "seed=3", "sparsity=2:4"),
+        *("trainer.epochs=1", "trainer.limit_batches=2", "track=local"),
+    ]
+    place = tmp_path_factory.mktemp("runs")
+    return nmrun.run([*words, f"output_dir={place}"]).folder
 
 
 @pytest.mark.parametrize(
@@ -298,7 +197,7 @@ def test_the_printed_command_trains_with_the_proposed_ratios(
     assert program == "nmrun"
 
     assert {"recipe=step", "seed=3"} < set(words)
-    process = nmrun_cli(*words, "track=local", "output_dir=out")
+    process = nmrun_cli(*(word for word in words if "output_dir" not in word))
     assert process.returncode == 0, process.stderr
     (file,) = tmp_path.rglob("result.json")
     result = json.loads(file.read_text())
@@ -321,30 +220,6 @@ def test_the_printed_command_trains_with_the_proposed_ratios(
     }
 
 
-@pytest.mark.slow
-def test_a_budget_of_time(tmp_path, monkeypatch, capsys):
-    """12 ms dense; 10, 8 and 7 with 4:16, 2:16 and 1:16."""
-    played(monkeypatch)
-    cfg = config(tmp_path, "recipe=dense", *WIDE, "trainer.batch_size=64")
-    finished(cfg)
-    words = [str(run_folder(cfg)), "--cost", "time", "--budget"]
-    capsys.readouterr()
-    assert main([*words, "0.8"]) == 0
-    head, inner, small, used, command = map(str.split, capsys.readouterr().out.splitlines())
-    assert head == ["layer", "ratio", "dense", "sparse"]
-    assert (small[:4], inner[:6]) == (
-        ["inner.1", "16:16", "stays", "dense,"],
-        ["inner.0", "2:16", "12.000", "ms", "8.000", "ms"],
-    )
-    assert " ".join(used) == "time 0.667 of dense, budget 0.8 (8 of 12 ms for a micro-batch)"
-    assert (
-        shlex.split(" ".join(command))[-1] == "sparsity.overrides={inner.0: 2:16, inner.1: dense}"
-    )
-    assert verb("ratios", *words, "0.5") == 2
-    message = "budget 0.5: with M = 16 it is from 0.5834 to below 1"
-    assert capsys.readouterr().err == f"nmrun: {message}\n"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -357,10 +232,6 @@ def test_a_budget_of_time(tmp_path, monkeypatch, capsys):
             "argument --budget: 1: it takes a number above 0 and below 1",
         ),
         (("RUN", "--budget", "0.05"), "budget 0.05: with M = 16 it is from 0.0625 to below 1"),
-        (
-            ("RUN", "--cost", "time"),
-            "no layer's time is measured: small networks are left alone",
-        ),
         (("RUN", "--m", "12"), "argument --m: 12: it takes a power of two, 2 or more"),
         (("RUN", "--m", "128"), "no layer of this model can hold groups of 128"),
     ],
@@ -408,14 +279,8 @@ def test_a_run_with_a_network_and_a_recipe_of_ones_own(tmp_path, monkeypatch, ca
     capsys.readouterr()
     assert main([str(run.folder), "--budget", "0.5", "--m", "4", "--yes"]) == 0
     *table, _, command = capsys.readouterr().out.splitlines()
-    again = nmrun.run([*shlex.split(command)[1:], "track=local"])
+    again = nmrun.run(shlex.split(command)[1:])
     before, after = result_of(run.folder)["config"], result_of(again.folder)["config"]
     for group in ("dataset", "model", "recipe", "optimizer", "schedule", "trainer"):
         assert before[group] == after[group]
     assert len(after["sparsity"]["overrides"]) == len(table) == 3
-
-    (tmp_path / "mine").rename(tmp_path / "moved")
-    assert verb("ratios", str(run.folder), "--yes") == 2
-    err = capsys.readouterr().err
-    assert f"--config-dir {tmp_path / 'mine'}: no such folder" in err
-    assert err.count("\n") == 1

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import one_line
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from runs import config, cut_off, finished, result_of, resumed
@@ -26,7 +27,7 @@ from nmrun.lab import models, tasks
 from nmrun.lab.config.identity import run_folder
 from nmrun.lab.train.optimizers import inverse_sqrt_factor
 from nmrun.papers.translation import prepare
-from nmrun.papers.translation.data import Symbols, detokenizer
+from nmrun.papers.translation.data import JOINED, Symbols
 from nmrun.papers.translation.fairseq import fairseq
 from nmrun.papers.translation.sentences import Corpus
 from nmrun.papers.translation.task import Translation, corpus_bleu
@@ -279,10 +280,9 @@ def test_embeddings_are_shared_as_asked_and_stay_dense():
         is half.decoder.output_projection.weight
         is not half.encoder.embed_tokens.weight
     )
-    with pytest.raises(ConfigError, match="all needs one dictionary"):
-        transformer(task, share_embeddings="all")
-    with pytest.raises(ConfigError, match=r"model\.width=18 is not a multiple of 2 "):
-        transformer(task, width=18)
+    for wrong in ({"share_embeddings": "all"}, {"width": 17}):
+        with one_line(ConfigError, "^model: "):
+            transformer(task, **wrong)
 
 
 # --- beam search and BLEU -------------------------------------------------------------------------
@@ -412,14 +412,9 @@ def test_bleu_is_sacrebleus():
 
 
 def test_symbols_become_plain_text():
-    assert detokenizer("none")(["a", "b"]) == "a b"
-    assert detokenizer("sentencepiece")(["▁A", "▁ca", "t", "."]) == "A cat."
-    assert detokenizer("subword_nmt")(["A", "ca@@", "t", "s@@"]) == "A cat s"
-    pytest.importorskip("sacremoses")
-    assert (
-        detokenizer("subword_nmt", "en")(["It", "&apos;s", "a", "c@@", "at", ",", "no", "?"])
-        == "It's a cat, no?"
-    )
+    assert JOINED["none"](["a", "b"]) == "a b"
+    assert JOINED["sentencepiece"](["▁A", "▁ca", "t", "."]) == "A cat."
+    assert JOINED["subword_nmt"](["A", "ca@@", "t", "s@@"]) == "A cat s"
 
 
 # --- data on disk ---------------------------------------------------------------------------------
@@ -473,9 +468,7 @@ def built(tmp_path: Path, *overrides: str) -> Translation:
     return task
 
 
-@pytest.mark.parametrize(
-    "options", [(), ("--dataset-impl", "cached", "--joined-dictionary"), ("--dataset-impl", "raw")]
-)
+@pytest.mark.parametrize("options", [(), ("--joined-dictionary",)])
 def test_folders_of_fairseq_preprocess_are_read_as_they_are(tmp_path, options):
     folder = preprocessed(tmp_path, *options)
     task = built(tmp_path, "dataset=fairseq", f"dataset.path={folder}")
@@ -487,7 +480,7 @@ def test_folders_of_fairseq_preprocess_are_read_as_they_are(tmp_path, options):
         ]
         assert texts == [f"{line} </s>" for line in lines]
     assert task.references["test"] == ENGLISH
-    assert (task.source == task.target) == bool(options[2:])
+    assert (task.source == task.target) == bool(options)
 
 
 def test_what_is_wrong_with_a_folder_is_one_line(tmp_path):
@@ -500,37 +493,15 @@ def test_what_is_wrong_with_a_folder_is_one_line(tmp_path):
         assert "\n" not in str(error.value)
         return str(error.value)
 
-    assert complaint(f"dataset.path={tmp_path}/none") == (
-        f"dataset.path={tmp_path}/none: there is no such folder; fairseq-preprocess or nmrun prepare makes one"
-    )
-    assert "no <split>.<source>-<target>.<language>" in complaint(f"dataset.path={tmp_path}")
-    assert "test2.de-en.de.idx" in complaint("dataset.test=test2")
-    assert "dict.fr.txt: there is no such file" in complaint(
-        "dataset.source=fr", "dataset.target=en"
-    )
-    (folder / "test.de-en.en.txt").write_text("one line\n")
-    assert "it has 1 lines for 4 sentences" in complaint()
-    (folder / "test.de-en.en.txt").unlink()
-
+    assert "there is none" in complaint(f"dataset.path={tmp_path}")
     short = preprocessed(tmp_path / "short", english=ENGLISH[:3])
     for suffix in ("bin", "idx"):  # a test text with one sentence less on one side
         (short / f"test.de-en.en.{suffix}").replace(folder / f"test.de-en.en.{suffix}")
-    assert (
-        complaint() == "test: 4 source sentences, but 3 target sentences; it takes as many of both"
-    )
-    dictionary = folder / "dict.en.txt"
-    dictionary.write_text("".join(dictionary.read_text().splitlines(keepends=True)[:5]))
-    assert complaint().startswith("train: sentence ")
-    assert "of the target has the token" in complaint()
-    assert "outside its dictionary of 9 tokens" in complaint()
-    dictionary.write_text("no count\n")
-    assert "dict.en.txt: not a dictionary of fairseq" in complaint()
-    (folder / "train.de-en.de.bin").write_bytes(b"")
-    dictionary.write_text("a 1\n")
-    assert (
-        complaint()
-        == f"{folder}/train.de-en.de: not a binarised text of fairseq: the .bin is empty"
-    )
+    assert complaint() == "test: 4 source sentences and 3 target sentences"
+    (folder / "test.de-en.en.idx").unlink()
+    assert "there is no" in complaint()
+    (folder / "dict.en.txt").write_text("no count\n")
+    assert str(folder) in complaint()
 
 
 def test_prepared_text_comes_back_and_only_once_is_prepared(tmp_path, monkeypatch):
@@ -554,12 +525,12 @@ def test_prepared_text_comes_back_and_only_once_is_prepared(tmp_path, monkeypatc
     monkeypatch.setenv("NMRUN_DATA", str(tmp_path / "elsewhere"))
     with pytest.raises(
         ConfigError,
-        match=r"multi30k/train.de: there is no such file, nor with .gz .*github.com/multi30k/dataset",
+        match=r"github.com/multi30k/dataset: .*multi30k/train.de: there is no such file, nor with .gz",
     ):
         built(tmp_path, *words)
 
 
-def test_prepare_writes_a_whole_folder_or_nothing(tmp_path, capsys):
+def test_prepare_writes_a_whole_folder_or_nothing(tmp_path, capsys, monkeypatch):
     pytest.importorskip("sentencepiece")
     raw, to = written(tmp_path / "raw"), tmp_path / "to" / "here"
     words = [
@@ -570,17 +541,13 @@ def test_prepare_writes_a_whole_folder_or_nothing(tmp_path, capsys):
             for word in (f"--{split}", str(raw / split))
         ),
     ]
-    assert (
-        prepare.main(
-            [*words, "--out", str(to), "--vocabulary", "40", "--separate", "--longest", "20"]
-        )
-        == 0
-    )
+    monkeypatch.setattr(prepare, "LONGEST", 20)
+    assert prepare.main([*words, "--out", str(to), "--vocabulary", "48"]) == 0
     task = built(
         tmp_path, "dataset=fairseq", f"dataset.path={to}", "dataset.subwords=sentencepiece"
     )
     assert task.references["test"] == ENGLISH
-    assert task.source != task.target
+    assert task.source == task.target
     assert max(task.splits["train"][0].lengths) <= 21
     assert str(to) in capsys.readouterr().out
     with pytest.raises(ConfigError, match="it is there already"):
@@ -591,14 +558,14 @@ def test_prepare_writes_a_whole_folder_or_nothing(tmp_path, capsys):
     (raw / "valid.en").write_text("one\ntwo\n")
     with pytest.raises(
         ConfigError,
-        match=r"valid.de and .*valid.en: 4 and 2 lines; line i of one has to translate line i of the other",
+        match=r"valid.de and .*valid.en: 4 and 2 lines",
     ):
         prepare.main(elsewhere)
     (raw / "valid.en").unlink()
     with pytest.raises(ConfigError, match=r"valid\.en: there is no such file, nor with \.gz"):
         prepare.main(elsewhere)
     (raw / "valid.en.gz").write_bytes(b"not compressed")
-    with pytest.raises(ConfigError, match=r"valid\.en\.gz: damaged"):
+    with pytest.raises(ConfigError, match=r"valid\.en\.gz: "):
         prepare.main(elsewhere)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["raw", "to"]
     assert [path.name for path in to.parent.iterdir()] == ["here"]

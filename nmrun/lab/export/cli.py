@@ -3,7 +3,6 @@ other programs read."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from functools import partial
@@ -34,8 +33,7 @@ def main(argv: list[str]) -> int:
 
     A format is a function of run and folder. It returns the lines to print, the first of which
     begins with a file's name, and raises ConfigError for a run or machine that it is not for,
-    ValueError for weights that it cannot write. All files are written
-    beside DIR first: it has all of them or none.
+    RunError for weights that it cannot write. All files are written beside DIR first.
     """
     parser = Parser(
         prog="nmrun export", description="Copy a finished run's model, checked, to a folder."
@@ -77,12 +75,8 @@ def main(argv: list[str]) -> int:
         if options.precision:
             write = partial(write, precision=options.precision)
         lines = _whole(run, options.out, write)
-    except ConfigError:
-        raise
     except OSError as error:
         raise RunError(f"{error.filename or options.out}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise RunError(str(error)) from None
     print("\n".join(lines))
     return 0
 
@@ -92,42 +86,19 @@ def _whole(
     to: Path,
     write: Callable[[finished_run.FinishedRun, Path], list[str]],
 ) -> list[str]:
-    """While entered, write to a folder next to ``to``, whose files are then moved there. Other
-    files in ``to`` stay. A kill may leave some files missing, but never files of two exports."""
-    if to.exists() and not to.is_dir():
-        raise ConfigError(f"--out {to} is a file; name a folder")
+    """Write to a folder next to ``to``, whose files are then moved there. Other files in ``to`` stay. A
+    kill may leave some files missing, but never files of two exports."""
     place = to.absolute()
     # a failure leaves no empty folders
     root = next(parent for parent in place.parents if parent.is_dir())
-    with contextlib.ExitStack() as stack:
-        try:
-            part = stack.enter_context(locks.folder_beside(root / place.name))
-        except OSError as error:
-            why = error.strerror
-            raise ConfigError(f"--out {to}: {root} cannot be written to ({why})") from None
-        stack.enter_context(atomic.disk_errors(root / place.name))
+    with locks.folder_beside(root / place.name) as part, atomic.disk_errors(root / place.name):
         (new := part / "new").mkdir()
         first, *others = write(run, new)
         atomic.sync(new)
-        if to.exists():
-            _replace(to, new, part / "old")
-        else:
-            to.parent.mkdir(parents=True, exist_ok=True)
-            os.rename(new, to)
-    return [f"{to}{os.sep}{first}", *others]
-
-
-def _replace(to: Path, new: Path, old: Path) -> None:
-    """Move the files of ``new`` to ``to``, after moving files of the same names there to ``old``."""
-    names = sorted(file.name for file in new.iterdir())
-    old.mkdir()
-    try:
+        to.mkdir(parents=True, exist_ok=True)
+        names = [file.name for file in new.iterdir()]
         for name in names:
-            if (to / name).exists():
-                os.rename(to / name, old / name)
+            (to / name).unlink(missing_ok=True)
         for name in names:
             os.rename(new / name, to / name)
-    except OSError:
-        for file in old.iterdir():
-            os.replace(file, to / file.name)
-        raise
+    return [f"{to}{os.sep}{first}", *others]

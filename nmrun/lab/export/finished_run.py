@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, RunError
 from nmrun.lab import consent, models, tasks
 from nmrun.lab.config import schema
 from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder, activations_of
@@ -83,18 +83,18 @@ def load(folder: Path, trusted: bool = False) -> FinishedRun:
 
 def read(folder: Path, trusted: bool = False) -> FinishedRun:
     """Read a run, sparse or dense, and check it against the hashes of its files. Layers that did
-    not hold their pattern in the end, as after a dense end, are dense ones. ValueError if it is
+    not hold their pattern in the end, as after a dense end, are dense ones. RunError if it is
     damaged, changed, or not N:M after all; ConfigError if it is not finished."""
     run = RunFolder(folder)
     result, source = run.result, folder / FINAL
     if not (run.problem or run.is_finished):
         run.demand(folder)
     for name, problem in run.broken(contents=True).items():
-        raise ValueError(f"{folder / name}: {problem}; {REMEDY}")
+        raise RunError(f"{folder / name}: {problem}; {REMEDY}")
     try:
         state = load_file(source)
     except SafetensorError as error:
-        raise ValueError(f"{source} is damaged or cut off ({error})") from None
+        raise RunError(f"{source} is damaged or cut off ({error})") from None
     try:
         sparsity = result["sparsity"]
         layers = [
@@ -107,16 +107,16 @@ def read(folder: Path, trusted: bool = False) -> FinishedRun:
             if line.get("holds", True)  # but not in a network that ends dense
         ]
     except (KeyError, TypeError) as error:
-        raise ValueError(
+        raise RunError(
             f"{folder / RESULT} does not say which layers are sparse ({error} is missing)"
         ) from None
     for layer in layers:
         if layer.name not in state:
-            raise ValueError(f"{source} has no {layer.name}, which is sparse by result.json")
+            raise RunError(f"{source} has no {layer.name}, which is sparse by result.json")
         try:
             check_nm(state[layer.name], layer.pattern, layer.dim, pad=True)
         except ValueError as error:
-            raise ValueError(f"{layer.name}: {str(error).removeprefix('tensor ')}") from None
+            raise RunError(f"{layer.name}: {str(error).removeprefix('tensor ')}") from None
         state[layer.name] = state[layer.name] + 0.0
     return FinishedRun(folder, result, state, layers, trusted)
 

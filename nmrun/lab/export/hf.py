@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError, needs
+from nmrun.errors import ConfigError, RunError, needs
 from nmrun.lab.export.finished_run import (
     FinishedRun,
     SparseLayer,
@@ -126,7 +126,7 @@ def _gpt2(run: FinishedRun, config: Any, folder: Path) -> tuple[Any, dict[str, s
     with torch.no_grad():
         expected, logits = ours(tokens), theirs(tokens).logits
     if not torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
-        raise ValueError(
+        raise RunError(
             "Hugging Face's GPT-2 does not compute with these weights what the run's does"
         )
     return theirs, names, []
@@ -191,7 +191,7 @@ def _classifier(ours: EncoderClassifier, config: Any) -> tuple[Any, dict[str, st
         return None
     try:
         _fill(theirs, {names[name]: tensor for name, tensor in state.items()})
-    except ValueError:
+    except RunError:
         return None
     tokens = torch.arange(48).view(4, 12) % config.vocab_size
     mask = torch.arange(12) < torch.tensor([[12], [7], [9], [3]])
@@ -209,9 +209,7 @@ def _fill(model: nn.Module, state: dict[str, Tensor]) -> None:
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        raise ValueError(
-            f"the weights do not fit the config of model.pretrained: {error}"
-        ) from None
+        raise RunError(f"the weights do not fit the config of model.pretrained: {error}") from None
 
 
 def _generation(pretrained: str, folder: Path) -> None:

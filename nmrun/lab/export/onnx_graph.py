@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError, first_line, needs
+from nmrun.errors import ConfigError, RunError, first_line, needs
 from nmrun.lab.export.finished_run import (
     FinishedRun,
     network,
@@ -43,7 +43,7 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
 
     Its input is ``images`` (batch, channels, height, width) float32, or ``tokens`` (batch, length)
     int64 of a GPT. Any batch and any length that the model takes will do. Its output is ``logits``.
-    ConfigError for models that take other inputs; ValueError if onnxruntime's logits differ from torch's.
+    ConfigError for models that take other inputs; RunError if onnxruntime's logits differ from torch's.
     """
     with needs("--format onnx", "onnx"):
         onnx, runtime, _ = (
@@ -75,7 +75,7 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
             float((torch.from_numpy(logits) - expected).abs().max() / expected.abs().max()),
         )
     if not difference < 1e-3:  # also true for NaN
-        raise ValueError(
+        raise RunError(
             f"onnxruntime's logits differ from torch's by {difference:.2g} of the largest: not written"
         )
     write_about(about, folder)
@@ -132,14 +132,14 @@ def _graph(model: nn.Module, name: str, inputs: Tensor, sizes: dict[int, Any]) -
         assert program is not None
         return program.model_proto
     except Exception as error:  # the exporter has many kinds, each with pages of text
-        raise ValueError(
+        raise RunError(
             f"torch's ONNX exporter cannot take this model: {first_line(error)}"
         ) from None
 
 
 def locate(graph: Any, run: FinishedRun, helper: Any) -> list[dict[str, Any]]:
     """The sparse weights in the graph, with the axis that is summed over; they get the model's
-    names back, and +0.0 for -0.0. ValueError if one is no longer N:M along that axis."""
+    names back, and +0.0 for -0.0. RunError if one is no longer N:M along that axis."""
     stored = {initializer.name: initializer for initializer in graph.initializer}
     values = {
         name: torch.from_numpy(helper.to_array(tensor).copy()) for name, tensor in stored.items()
@@ -155,14 +155,16 @@ def locate(graph: Any, run: FinishedRun, helper: Any) -> list[dict[str, Any]]:
         if name is None:
             continue
         weight = values.pop(name) + 0.0  # a folded batch norm's negative factor makes -0.0
-        for m, n, what in ((layer.pattern.m, layer.pattern.n, str(layer.pattern)), (4, 2, "")):
-            holds = _holds(weight, n, m, axes[name])
-            if what and not holds:
-                raise ValueError(f"{layer.name} is not {what} in the graph that the exporter made")
+        if not _holds(weight, layer.pattern.n, layer.pattern.m, axes[name]):
+            raise RunError(
+                f"{layer.name} is not {layer.pattern} in the graph that the exporter made"
+            )
         stored[name].CopyFrom(helper.from_array(np.ascontiguousarray(weight.numpy()), layer.name))
         for node in graph.node:
             node.input[:] = [layer.name if used == name else used for used in node.input]
-        layers.append({**layer.plain, "dim": axes[name], "tensorrt": holds})
+        layers.append(
+            {**layer.plain, "dim": axes[name], "tensorrt": _holds(weight, 2, 4, axes[name])}
+        )
     return layers
 
 

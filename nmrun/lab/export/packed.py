@@ -11,6 +11,7 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
+from nmrun.errors import RunError
 from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.deploy import TOLERANCE, int8_layers, times
 from nmrun.fast.measurement import DENSE_INT8, INT8
@@ -53,7 +54,7 @@ def write(run: FinishedRun, folder: Path, precision: str | None = None) -> list[
     back = load(folder)
     for name, tensor in expected.items():
         if sha256_of(back[name]) != sha256_of(tensor):
-            raise ValueError(f"{name} does not come back from the packed file with the same bits")
+            raise RunError(f"{name} does not come back from the packed file with the same bits")
     before, after = (sum(t.nbytes for t in state.values()) for state in (run.state, tensors))
     which = f", {len(low)} of them in int8" if precision else ""
     if count := sum(kind == DENSE_INT8 for *_, kind in low.values()):
@@ -67,7 +68,7 @@ def write(run: FinishedRun, folder: Path, precision: str | None = None) -> list[
 def _in_int8(run: FinishedRun) -> tuple[dict[str, Rounded], list[str]]:
     """The run's weights that become int8, by name, and the lines to print."""
     if why := int8.KERNELS.obstacle():
-        raise ValueError(f"--precision int8: {why}")
+        raise RunError(f"--precision int8: {why}")
     model, task = network(run)
     by_module, refusals = sites(model)
     before: dict[str, float] = {}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nmrun.errors import ConfigError, RunError, refused
+from nmrun.errors import ConfigError, refused
 from nmrun.lab import consent
 from nmrun.lab.arguments import Parser, files_of_the_command, in_range
 from nmrun.lab.runs.run_folder import RESULT, RunFolder
@@ -120,12 +120,7 @@ def _network(options: Any) -> tuple[nn.Module, Task]:
         RunFolder(options.run).demand(options.run)
     from nmrun.lab.export import finished_run  # torch
 
-    try:
-        return finished_run.network(finished_run.read(options.run, options.yes))
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise RunError(str(error)) from None
+    return finished_run.network(finished_run.read(options.run, options.yes))
 
 
 def _said(outputs: Tensor, names: Sequence[str] | None, most: int) -> str:
@@ -140,8 +135,6 @@ def _said(outputs: Tensor, names: Sequence[str] | None, most: int) -> str:
 def _texts(file: Path, content: bytes, task: TextClassification) -> list[tuple[str, ...]]:
     with refused(f"{file}: not a text in UTF-8: ", UnicodeDecodeError):
         lines = content.decode().removesuffix("\n").split("\n")
-    if not content:
-        raise ConfigError(f"{file}: it has no lines")
     texts = [tuple(line.rstrip("\r").split("\t")) for line in lines]
     for place, text in enumerate(texts, 1):
         if len(text) != task.texts:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError, needs
+from nmrun.errors import ConfigError, needs, refused
 from nmrun.lab.tasks.hugging_face import quiet_hub
 from nmrun.products.attention import DotProductAttention
 from nmrun.step.activations import SquaredReLU
@@ -213,14 +212,9 @@ def _trained_by_torchvision(name: str, classes: int) -> nn.Module:
     """Torchvision's best weights of a network, with a new head for these classes."""
     from torchvision import models
 
-    try:
+    said = f"model.pretrained=true: the weights of {name} are not in {torch.hub.get_dir()}, and their download failed: "
+    with refused(said, OSError):  # of the network, or of a file
         model: nn.Module = getattr(models, name)(weights="DEFAULT", progress=False)
-    except OSError as error:  # of the network, or of a file
-        place = Path(torch.hub.get_dir()) / "checkpoints"
-        url = models.get_model_weights(name).DEFAULT.url
-        raise ConfigError(
-            f"model.pretrained=true: {url} cannot be downloaded to {place}: {error}"
-        ) from None
     head = [n for n, module in model.named_modules() if isinstance(module, nn.Linear)][-1]
     fresh = getattr(models, name)(num_classes=classes)
     model.set_submodule(head, fresh.get_submodule(head))
@@ -335,37 +329,19 @@ def of_timm(
     """A network by ``timm.create_model``, with more arguments in ``options``. Transformers also get
     the image size. timm resamples ``pretrained`` weights to size and channels.
 
-    Raises ConfigError for a name or options that timm has not, and where timm is not installed.
+    Raises ConfigError for a name or options that timm has not, for images that do not fit, and where timm
+    is not installed.
     """
     with needs("model=timm", "timm"):
         import timm
-    if not timm.is_model(name_in_timm):
-        near = timm.list_models(f"*{name_in_timm}*")[:5]
-        raise ConfigError(
-            f"model.name_in_timm={name_in_timm}: timm has no such model"
-            + (f"; it has {', '.join(near)}" if near else "")
-        )
     known = {"num_classes": classes, "in_chans": shape[0], "pretrained": pretrained}
     arguments = {**known, **(options or {})}
-    try:
-        with quiet_hub():
-            try:
-                model: nn.Module = timm.create_model(
-                    name_in_timm, img_size=tuple(shape[1:]), **arguments
-                )
-            except TypeError:  # most convolutional networks take any size and have no such argument
-                model = timm.create_model(name_in_timm, **arguments)
-    except (TypeError, AssertionError, ValueError, RuntimeError, OSError) as error:
-        line = " ".join(str(error).split())
-        raise ConfigError(
-            f"model.name_in_timm={name_in_timm} with model.options={options}: {line}"
-        ) from None
-    try:
+    said = f"model.name_in_timm={name_in_timm} with model.options={options}, images {shape}: "
+    with refused(said, TypeError, AssertionError, ValueError, RuntimeError, OSError), quiet_hub():
+        try:
+            model: nn.Module = timm.create_model(name_in_timm, img_size=shape[1:], **arguments)
+        except TypeError:  # most convolutional networks take any size and have no such argument
+            model = timm.create_model(name_in_timm, **arguments)
         with torch.no_grad():
             model.eval()(torch.zeros(1, *shape))
-    except RuntimeError as error:
-        size = "x".join(map(str, shape))
-        raise ConfigError(
-            f"model.name_in_timm={name_in_timm} does not take images of {size}: {error}"
-        ) from None
     return model.train()

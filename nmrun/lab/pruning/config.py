@@ -26,7 +26,6 @@ from nmrun.ranges import check_values, whole
 
 SAMPLES = 128  # as in the papers
 DEFAULT = "sparsegpt"
-TRACK = "track=local"
 
 composition.register()
 
@@ -43,45 +42,33 @@ def read_config(
     folders = [word for word in words if "=" not in word]
     overrides, problems = command_line.parsed([word for word in words if "=" in word])
     problems += [f"{word}: one run folder; all else is key=value" for word in folders[1:]]
+    settings, rest = dict[str, Any](), list[Override]()
     for override in overrides:
+        key, line = override.key_or_group, override.input_line
+        group = key.partition(".")[0]
         if override.is_sweep_override():
+            problems.append(f"{line}: several values make a sweep, and this is one run")
+        elif key == "samples" or group == "method":
+            settings[key] = override.value()
+        elif line == "track=local":
+            continue  # as it is anyway
+        elif group in ("recipe", "track", "dry"):
             problems.append(
-                f"{override.input_line}: several values make a sweep, and this is one run"
+                f"{line}: nmrun prune has method= in the place of a recipe, tracks nothing, and has no plan"
             )
-        if override.key_or_group.partition(".")[0] == "recipe":
-            problems.append(
-                f"{override.input_line}: nmrun prune has method= in the place of a recipe"
-            )
-        if _is_track(override) and override.input_line != TRACK:
-            problems.append(f"{override.input_line}: nmrun prune tracks nothing, as {TRACK} says")
+        else:
+            rest.append(override)
     raise_all(problems)
-    settings = {
-        override.key_or_group: override.value() for override in overrides if _is_ours(override)
-    }
     samples, method = settings.pop("samples", SAMPLES), str(settings.pop("method", DEFAULT))
     check_values({"samples": whole(1)}, {"samples": samples})
-    rest = [
-        override for override in overrides if not _is_ours(override) and not _is_track(override)
-    ]
     config = _of_run(Path(folders[0]), rest, trusted) if folders else _compose(rest, config_dir)
     if config.is_dense:
         raise ConfigError("sparsity=dense: nothing would be pruned")
-    if config.dry:
-        raise ConfigError("dry=true: nmrun prune has no plan to show")
     hyperparameters = {key.partition(".")[2]: value for key, value in settings.items()}
     pruner = oneshot.build(method, hyperparameters)
     recipe = {"name": pruner.name, "samples": samples, **dataclasses.asdict(pruner)}
     plain = {**config.plain, "recipe": recipe, "track": {"name": "local", "tags": [], "also": []}}
     return Config(plain, config.pattern)
-
-
-def _is_ours(override: Override) -> bool:
-    key = override.key_or_group
-    return key == "samples" or key.partition(".")[0] == "method"
-
-
-def _is_track(override: Override) -> bool:
-    return override.key_or_group.partition(".")[0] == "track"
 
 
 def _compose(overrides: list[Override], config_dir: str | None) -> Config:

@@ -6,7 +6,6 @@ Imports torch only after the command line is checked.
 
 from __future__ import annotations
 
-import argparse
 import math
 import shlex
 import time
@@ -50,13 +49,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--config-dir", help="a folder of more configs")
     consent.consent_option(parser)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(argv)
-    if options.out is not None:
-        raise ConfigError(
-            f"--out {options.out}: the pruned network gets a run folder (output_dir=); then nmrun "
-            f"export RUN --out {options.out} copies it"
-        )
     from nmrun.lab.pruning.config import read_config
 
     config = read_config(options.words, options.config_dir, options.yes)

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType, MethodType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -227,24 +227,22 @@ def refuse_smoothing(smoothing: float, has: str) -> None:
 
 def check_batch(method: str, batch: Any) -> None:
     """ConfigError where a batch of the user's own is not a tuple of tensors."""
-    what = f"a {type(batch).__name__}"
-    if isinstance(batch, tuple | list):
-        if all(isinstance(tensor, Tensor) for tensor in batch):
-            return
-        what = f"a {type(batch).__name__} of {', '.join(type(each).__name__ for each in batch)}"
-    raise ConfigError(f"{method} of the task gave {what}: a batch is a tuple of tensors")
+    if not (isinstance(batch, tuple | list) and all(isinstance(each, Tensor) for each in batch)):
+        raise ConfigError(
+            f"{method} of the task gave a {type(batch).__name__}: a batch is a tuple of tensors"
+        )
 
 
 def as_logits(output: Any, items: Sequence[int], classes: int) -> Tensor:
     """Check the output of a network, which may be the user's own. ConfigError where it is no tensor
     (items..., classes), or has more classes."""
-    takes = f"this task takes a tensor of logits, {(*items, classes)}"
-    if not isinstance(output, Tensor):
-        hint = "; return its .logits" if hasattr(output, "logits") else ""
-        raise ConfigError(f"the network gave a {type(output).__name__}: {takes}{hint}")
-    if tuple(output.shape[:-1]) != tuple(items) or output.shape[-1] < classes:
-        raise ConfigError(f"the network gave a tensor {tuple(output.shape)}: {takes}")
-    return output
+    shape = tuple(output.shape) if isinstance(output, Tensor) else ()
+    if shape[:-1] != tuple(items) or shape[-1] < classes:
+        raise ConfigError(
+            f"the network gave a {type(output).__name__} {shape}: this task takes a tensor of logits, "
+            f"{(*items, classes)}"
+        )
+    return cast(Tensor, output)
 
 
 def limited(

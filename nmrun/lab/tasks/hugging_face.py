@@ -23,20 +23,37 @@ def fetch(kind: str, key: str, source: str, **options: Any) -> Any:
     """
     with needs(f"{key}={source}", "transformers"):
         import transformers
-    place = Path(source).expanduser()
-    if source.startswith(("/", ".", "~")) and not place.is_dir():
-        raise ConfigError(f"{key}={source}: there is no such folder")
+    loader = getattr(transformers, kind).from_pretrained
+    with (
+        _one_line(f"{key}={source}: cannot be loaded, as a folder or by its name on the hub"),
+        quiet(),
+    ):
+        # else it would ask the user
+        return loader(str(Path(source).expanduser()), trust_remote_code=False, **options)
+
+
+def rows(setting: str, *what: Any, **options: Any) -> Any:
+    """A split by ``datasets.load_dataset(*what, ...)``. ``setting`` of the config names it, for errors.
+    Raises ConfigError if datasets is not installed or nothing can be loaded."""
+    with needs(setting, "texts"):
+        import datasets
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it says of errors, they say
+    with _one_line(f"{setting}: {options['split']} cannot be loaded"), quiet_hub():
+        return datasets.load_dataset(*what, **options)
+
+
+@contextlib.contextmanager
+def _one_line(prefix: str) -> Iterator[None]:
+    """Make a ConfigError of what goes wrong while entered."""
     try:
-        with quiet():
-            loader = getattr(transformers, kind).from_pretrained
-            return loader(
-                str(place), trust_remote_code=False, **options
-            )  # else it would ask the user
+        yield
     except Exception as error:  # each kind of file and of network has errors of its own
-        line = textwrap.shorten(str(error) or type(error).__name__, 300)
-        raise ConfigError(
-            f"{key}={source}: cannot be loaded, as a folder or by its name on the Hugging Face hub ({line})"
-        ) from None
+        cause = (
+            error.__cause__ or error
+        )  # an error of datasets says that it failed, its cause says why
+        line = textwrap.shorten(str(cause) or type(cause).__name__, 300)
+        raise ConfigError(f"{prefix} ({line})") from None
 
 
 def check_vocabulary(source: str, of_model: int, of_data: int, unused: float = UNUSED) -> None:
@@ -55,14 +72,16 @@ def check_length(setting: str, length: int, source: str, most: int | None) -> No
         raise ConfigError(f"{setting}={length}: {source} takes at most {most} tokens")
 
 
-def fetch_whole(kind: str, source: str, **options: Any) -> Any:
-    """:func:`fetch` a network with all of its weights, in float32.
+def fetch_whole(kind: str, source: str, besides: str = "", **options: Any) -> Any:
+    """:func:`fetch` a network with all of its weights, in float32; those of the module ``besides`` may
+    be missing.
 
     Raises ConfigError if it cannot be loaded, or a weight is not there or has another shape.
     """
     options |= {"dtype": "float32", "output_loading_info": True, "ignore_mismatched_sizes": True}
     network, info = fetch(kind, "model.pretrained", source, **options)
-    lost = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+    missing = [key for key in info["missing_keys"] if not (besides and besides in key)]
+    lost = sorted({*missing, *(key for key, *_ in info["mismatched_keys"])})
     if lost:
         raise ConfigError(
             f"model.pretrained={source}: its weights are of another architecture than its config.json: there is no {lost[0]} of the right shape"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nmrun import atomic
-from nmrun.errors import ConfigError, RunError
-from nmrun.lab.runs import documents, locks
+from nmrun.errors import ConfigError
+from nmrun.lab.runs import locks
 
 HOME = "~/.cache/nmrun"
-LIST = "arrays.json"  # size and SHA-256 of each; without it, arrays are made again
 
-_folders: set[Path] = set()  # folders whose hashes this process has compared
+_compared: set[Path] = set()  # files whose hashes this process has compared
 
 
 def data_folder() -> Path:
@@ -34,108 +31,83 @@ def cache_folder() -> Path:
     return Path(os.environ.get("NMRUN_CACHE", f"{HOME}/derived")).expanduser()
 
 
-def places(name: str) -> list[Path]:
-    """Where a file or folder of data can be: below ``NMRUN_DATA``, or else in the current folder."""
-    path = Path(name).expanduser()
-    return [data_folder() / path, path]
+def path_of(*names: str) -> Path:
+    """The first of some files or folders that is below ``NMRUN_DATA``, or else in the current folder;
+    the last place where none is there."""
+    paths = [Path(name).expanduser() for name in names]
+    places = [place for path in paths for place in (data_folder() / path, path)]
+    return next((place for place in places if place.exists()), places[-1])
 
 
-def path_of(name: str) -> Path:
-    """The first of :func:`places` that is there; in the current folder where none is."""
-    *first, last = places(name)
-    return next((place for place in first if place.exists()), last)
+def find(dataset: str, names: Sequence[str], how: str) -> Path:
+    """:func:`path_of` some names. Raises ConfigError if none is there, with ``how`` to get it."""
+    place = path_of(*names)
+    if not place.exists():
+        raise ConfigError(
+            f"dataset={dataset}: there is no {' and no '.join(names)} in {data_folder()} (NMRUN_DATA) "
+            f"or in the current folder: {how}"
+        )
+    return place
 
 
-def find(dataset: str, names: Iterable[str], how: str) -> Path:
-    """A file or folder below ``NMRUN_DATA`` or in the current folder: the first of ``names`` that
-    is there.
-
-    Raises ConfigError if there is none, with ``how`` to get it.
-    """
-    names = list(names)
-    for place in (place for name in names for place in places(name)):
-        if place.exists():
-            return place
-    raise ConfigError(
-        f"dataset={dataset}: there is no {' and no '.join(names)} in {data_folder()} (NMRUN_DATA) "
-        f"or in the current folder: {how}"
-    )
-
-
-def cached(
-    what: Any, sources: Iterable[Path], make: Callable[[], Mapping[str, NDArray[Any]]]
-) -> dict[str, NDArray[Any]]:
-    """Keep arrays in files below ``NMRUN_CACHE``.
-
-    ``what`` is plain data that, with the paths, sizes and times of change of ``sources``, says
-    which arrays they are. ``make`` makes them if they are not there, or other than they were made.
-    """
+def key_of(what: Any, sources: Iterable[Path]) -> str:
+    """A name for what is made of files: a hash of ``what``, plain data, and of the files' paths, sizes and
+    times of change."""
     stats = [
         (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources
     ]
-    key = hashlib.sha256(json.dumps([what, stats]).encode()).hexdigest()[:20]
-    root = cache_folder()
-    folder = root / key
-    while folder.is_dir():
-        if (content := _whole(folder)) is not None:
-            return content
-        _remove_damaged(folder)
-    arrays = make()
-    root.mkdir(parents=True, exist_ok=True)
-    with locks.folder_beside(folder) as part:
-        (half_done := part / key).mkdir()
-        for name, array in arrays.items():
-            with (half_done / f"{name}.npy").open("wb") as file:
-                np.save(file, array)
-                file.flush()
-                os.fsync(file.fileno())  # the folder's new name must not outlive a power cut alone
-        records = {name: _about(half_done / f"{name}.npy") for name in arrays}
-        atomic.write(half_done / LIST, json.dumps(records) + "\n")
-        try:
-            half_done.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # otherwise another process has written the same arrays first
-                raise
-    if (content := _whole(folder)) is None:
-        raise RunError(f"{folder}: what was written there does not come back; is the disk damaged?")
-    return content
+    return hashlib.sha256(json.dumps([what, stats]).encode()).hexdigest()[:20]
 
 
-def _whole(folder: Path) -> dict[str, NDArray[Any]] | None:
-    """The arrays of a folder, mapped; None where they are not those that were written. A process
-    looks at the sizes each time, and at the hashes once.
+def cached(
+    what: Any, sources: Iterable[Path], make: Callable[[], dict[str, NDArray[Any]]]
+) -> dict[str, NDArray[Any]]:
+    """Keep arrays in a file below ``NMRUN_CACHE``, and give them back mapped.
+
+    ``what`` and ``sources`` say which arrays they are, see :func:`key_of`. ``make`` makes them if they are
+    not there, or other than they were made.
     """
+    from safetensors.numpy import save_file
+
+    file = cache_folder() / f"{key_of(what, sources)}.safetensors"
+    if (kept := _read(file)) is not None:
+        return kept
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with locks.folder_beside(file) as part:
+        arrays = make()
+        save_file(arrays, part / file.name, {"sha256": _digest(arrays)})
+        atomic.sync(part)  # the file's new name must not outlive a power cut alone
+        os.replace(part / file.name, file)
+    del arrays
+    return _arrays(file)
+
+
+def _read(file: Path) -> dict[str, NDArray[Any]] | None:
+    """The arrays of a file; None where it is not there, or they are not those that were written. A
+    process looks at the hash once."""
+    from safetensors import SafetensorError, safe_open
+
     try:
-        records = documents.read_json(folder / LIST)
-        if {f"{name}.npy" for name in records} != {path.name for path in folder.glob("*.npy")}:
-            return None
-        for name, about in records.items():
-            path = folder / f"{name}.npy"
-            if path.stat().st_size != about["bytes"]:
-                return None
-            if folder not in _folders and _about(path) != about:
-                return None
-        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in records}
-    except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError):
+        arrays = _arrays(file)
+        with safe_open(file, "np") as opened:
+            digest = (opened.metadata() or {}).get("sha256")
+    except (OSError, SafetensorError):
         return None
-    _folders.add(folder)
-    return arrays or None
+    if file not in _compared and _digest(arrays) != digest:
+        return None
+    _compared.add(file)
+    return arrays
 
 
-def _about(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
+def _arrays(file: Path) -> dict[str, NDArray[Any]]:
+    from safetensors.torch import load_file  # it maps, which safetensors.numpy does not
+
+    return {name: tensor.numpy() for name, tensor in load_file(file).items()}
 
 
-def _remove_damaged(folder: Path) -> None:
-    """Remove a folder, unless another process is about to, or has put a whole one in its place."""
-    with contextlib.suppress(FileNotFoundError), locks.hold(folder) as ours:
-        if ours and _whole(folder) is None:
-            with locks.folder_beside(folder) as part:
-                folder.rename(
-                    part / folder.name
-                )  # renamed at once, so that nobody sees a part of it
-            _folders.discard(folder)
-        elif not ours:
-            time.sleep(0.1)
+def _digest(arrays: Mapping[str, NDArray[Any]]) -> str:
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()

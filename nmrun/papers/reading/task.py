@@ -337,10 +337,6 @@ def _by_pretrained(
     questions: Sequence[Question], tokenizer: PretrainedTokenizer, stride: int
 ) -> Iterator[TextWindow]:
     pretrained = tokenizer.tokenizer
-    if not pretrained.is_fast:
-        raise ConfigError(
-            "dataset.tokenizer: this one does not tell where in the text its tokens stand"
-        )
     extra = pretrained.num_special_tokens_to_add(pair=True)
     for row, question in enumerate(questions):
         ahead = len(pretrained(question.question, add_special_tokens=False)["input_ids"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from nmrun.errors import ConfigError, needs, refused
-from nmrun.lab.tasks.storage import cache_folder
+from nmrun.errors import ConfigError, refused
+from nmrun.lab.tasks.storage import cache_folder, key_of
 from nmrun.papers.translation.fairseq import fairseq
 from nmrun.papers.translation.keys import CopyReverse, Fairseq, Multi30k
-from nmrun.papers.translation.prepare import multi30k_files, prepare
-from nmrun.papers.translation.sentences import Corpus, Dictionary, check
+from nmrun.papers.translation.prepare import multi30k_files, prepare, read
+from nmrun.papers.translation.sentences import Corpus, Dictionary
 from nmrun.papers.translation.task import Translation
 
 if TYPE_CHECKING:
@@ -28,15 +26,14 @@ def fairseq_folder(config: Config, device: torch.device) -> Translation:
     """A folder that ``fairseq-preprocess`` has written."""
     options = config.dataset.as_kind(Fairseq)
     folder = Path(options.path).expanduser()
-    if not folder.is_dir():
+    pairs = {file.name.split(".")[1] for file in folder.glob("train.*-*.*.idx")}
+    if len(pairs) != 1:
         raise ConfigError(
-            f"dataset.path={options.path}: there is no such folder; fairseq-preprocess or nmrun prepare makes one"
+            f"dataset.path={options.path}: it takes a folder with train.<source>-<target>.<language>.idx of one "
+            f"pair, as fairseq-preprocess or nmrun prepare makes it; there is {', '.join(sorted(pairs)) or 'none'}"
         )
-    source, target = options.source or "", options.target or ""
-    if not (source and target):
-        source, target = _languages(folder)
-    texts = {"train": options.train, "val": options.val or "valid", "test": options.test or "test"}
-    return load(config, device, folder, (source, target), texts, options.subwords, options.moses)
+    source, _, target = pairs.pop().partition("-")
+    return load(config, device, folder, (source, target), options.subwords)
 
 
 def load(
@@ -44,113 +41,49 @@ def load(
     device: torch.device,
     folder: Path,
     languages: tuple[str, str],
-    texts: dict[str, str],
     subwords: str,
-    moses: bool = False,
 ) -> Translation:
     """Translation of the first language into the second, from ``dict.<language>.txt`` and
-    ``<name>.<source>-<target>.<language>.{bin,idx}``.
+    ``<split>.<source>-<target>.<language>.{bin,idx}``, where splits are train, valid and test.
 
-    BLEU is against ``<name>.<source>-<target>.<target>.txt``, as ``nmrun prepare`` writes it.
-    Without it the target's tokens are detokenised, unknown ones remaining so. ``texts`` are the
-    names for train, val and test; ``subwords`` is as of :func:`detokenizer`. Raises ConfigError for
-    files that are missing or do not fit each other.
+    BLEU is against ``<split>.<source>-<target>.<target>.txt``, as ``nmrun prepare`` writes it.
+    Without it the target's tokens are joined, unknown ones remaining so. ``subwords`` is a key of
+    ``JOINED``. Raises ConfigError for files that are missing or do not fit each other.
     """
-    pair = "-".join(languages)
-    source, target = (_dictionary(folder, language) for language in languages)
-    detokenize = detokenizer(subwords, languages[1] if moses else None)
     splits, references = {}, {}
-    for name, text in texts.items():
-        prefix = folder / f"{text}.{pair}"
-        splits[name] = (
-            _corpus(folder, f"{text}.{pair}.{languages[0]}", source),
-            _corpus(folder, f"{text}.{pair}.{languages[1]}", target),
-        )
-        check(text, splits[name], (source, target))
-        plain = Path(f"{prefix}.{languages[1]}.txt")
-        if name != "train":
-            references[name] = (
-                _lines(plain) if plain.exists() else _text(splits[name][1], target, detokenize)
-            )
-            if len(references[name]) != len(splits[name][1]):
-                raise ConfigError(
-                    f"{plain}: it has {len(references[name])} lines for {len(splits[name][1])} sentences"
+    pair = "-".join(languages)
+    with refused(f"{folder}: ", OSError, ValueError, RuntimeError, AssertionError):
+        load_dictionary = fairseq("data").Dictionary.load
+        source, target = (load_dictionary(str(folder / f"dict.{each}.txt")) for each in languages)
+        for name, text in (("train", "train"), ("val", "valid"), ("test", "test")):
+            sides = [folder / f"{text}.{pair}.{language}" for language in languages]
+            splits[name] = _corpus(sides[0], source), _corpus(sides[1], target)
+            plain = Path(f"{sides[1]}.txt")
+            if name != "train":
+                references[name] = (
+                    read(plain)
+                    if plain.exists()
+                    else _text(splits[name][1], target, JOINED[subwords])
                 )
-    return Translation.of(config, splits, source, target, references, detokenize, device)
+    return Translation.of(config, splits, source, target, references, JOINED[subwords], device)
 
 
-def detokenizer(subwords: str, moses: str | None = None) -> Callable[[list[str]], str]:
-    """From symbols to a plain sentence. ``subwords`` is what becomes words: ``none``,
-    ``sentencepiece`` or ``subword_nmt``; ``moses`` the language whose Moses' tokenizer is taken
-    back.
-
-    Raises ConfigError with ``moses``, if sacremoses is not installed.
-    """
-    joined: dict[str, Callable[[list[str]], str]] = {
-        "none": " ".join,
-        "sentencepiece": lambda symbols: "".join(symbols).replace("\u2581", " ").strip(),
-        "subword_nmt": lambda symbols: (" ".join(symbols) + " ").replace("@@ ", "").strip(),
-    }
-    if moses is None:
-        return joined[subwords]
-    with needs("dataset.moses=true", "translation"):
-        from sacremoses import MosesDetokenizer
-    detokenizer = MosesDetokenizer(lang=moses)
-    return lambda symbols: str(detokenizer.detokenize(joined[subwords](symbols).split()))
+# from symbols to a plain sentence, by what became symbols
+JOINED: dict[str, Callable[[list[str]], str]] = {
+    "none": " ".join,
+    "sentencepiece": lambda symbols: "".join(symbols).replace("\u2581", " ").strip(),
+    "subword_nmt": lambda symbols: (" ".join(symbols) + " ").replace("@@ ", "").strip(),
+}
 
 
-def _languages(folder: Path) -> tuple[str, str]:
-    """Source and target from the names of the files, if these leave no doubt."""
-    pairs = {file.name.split(".")[1] for file in folder.glob("*.*-*.*")}
-    source, _, target = pairs.pop().partition("-") if len(pairs) == 1 else ("", "", "")
-    if not (source and target):
-        what = (
-            f"files for {', '.join(sorted(pairs))}; say which by dataset.source and dataset.target"
-            if pairs
-            else "no <split>.<source>-<target>.<language>"
-        )
-        raise ConfigError(f"dataset.path={folder}: it has {what}")
-    return source, target
-
-
-def _dictionary(folder: Path, language: str) -> Dictionary:
-    file = folder / f"dict.{language}.txt"
-    if not file.is_file():
-        raise ConfigError(
-            f"{file}: there is no such file; a folder of fairseq-preprocess has a dict.<language>.txt for both languages"
-        )
-    with refused(f"{file}: not a dictionary of fairseq: ", RuntimeError, ValueError):
-        dictionary: Dictionary = fairseq("data").Dictionary.load(str(file))
-    return dictionary
-
-
-def _corpus(folder: Path, name: str, dictionary: Dictionary) -> Corpus:
-    data, prefix = fairseq("data.data_utils"), str(folder / name)
-    with refused(
-        f"{prefix}: not a binarised text of fairseq: ", AssertionError, ValueError, OSError
-    ):
-        if Path(f"{prefix}.bin").is_file() and Path(f"{prefix}.bin").stat().st_size == 0:
-            raise ValueError("the .bin is empty")
-        dataset = data.load_indexed_dataset(prefix, dictionary)
-    if dataset is None:
-        others = ", ".join(sorted(file.name for file in folder.glob("*.idx"))) or "no others"
-        raise ConfigError(
-            f"{prefix}.idx, {prefix}.bin: there are no such files; there are {others}"
-        )
+def _corpus(prefix: Path, dictionary: Dictionary) -> Corpus:
+    dataset = fairseq("data.data_utils").load_indexed_dataset(str(prefix), dictionary)
+    if not isinstance(dataset, fairseq("data").MMapIndexedDataset):
+        raise ConfigError(f"there is no {prefix}.idx of fairseq-preprocess's default kind (mmap)")
     lengths = np.asarray(dataset.sizes, np.int64)
     starts = np.concatenate([[0], lengths.cumsum()])
     # the sentences lie one after the other: no need to read them
-    if isinstance(dataset, fairseq("data").MMapIndexedDataset):
-        tokens = np.memmap(f"{prefix}.bin", dtype=dataset._index.dtype, mode="r")
-        if len(tokens) != starts[-1]:
-            raise ConfigError(
-                f"{prefix}.bin: it has {len(tokens)} tokens, and by its .idx it should have {starts[-1]}"
-            )
-        return Corpus(tokens, starts)
-    # an older format, which has to be read before it can be looked at
-    if dataset.supports_prefetch:
-        dataset.prefetch(range(len(dataset)))
-    return Corpus(np.concatenate([dataset[row].numpy() for row in range(len(dataset))]), starts)
+    return Corpus(np.memmap(f"{prefix}.bin", dtype=dataset._index.dtype, mode="r"), starts)
 
 
 def _text(
@@ -165,29 +98,17 @@ def _text(
     ]
 
 
-def _lines(file: Path) -> list[str]:
-    with file.open(encoding="utf-8", newline="\n") as lines:
-        return [line.rstrip("\r\n") for line in lines]
-
-
 def multi30k(config: Config, device: torch.device) -> Translation:
     """Multi30k, task 1 (Elliott et al. 2016, arXiv 1605.00459); subwords are kept in the cache."""
     options = config.dataset.as_kind(Multi30k)
     languages = options.source, options.target
     texts = multi30k_files(languages, options.test)
-    stats = [
-        (str(file), file.stat().st_size, file.stat().st_mtime_ns)
-        for pair in texts.values()
-        for file in pair
-    ]
-    key = hashlib.sha256(json.dumps([stats, languages, options.vocabulary]).encode()).hexdigest()[
-        :16
-    ]
+    what = ["multi30k", languages, options.vocabulary]
+    key = key_of(what, [file for pair in texts.values() for file in pair])
     folder = cache_folder() / f"multi30k-{key}"
     if not folder.is_dir():
         prepare(texts, languages, folder, options.vocabulary)
-    names = {"train": "train", "val": "valid", "test": "test"}
-    return load(config, device, folder, languages, names, "sentencepiece")
+    return load(config, device, folder, languages, "sentencepiece")
 
 
 ORDERS = ("copy", "reverse")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
 
-from nmrun.errors import ConfigError, extra
+from nmrun.errors import ConfigError, extra, refused
 
 if TYPE_CHECKING:
     from nmrun.papers.translation.fairseq_modules import TranslationTransformer
@@ -64,16 +64,9 @@ def transformer(
 
     ``share_embeddings`` is ``decoder`` (its input and output), ``all`` (the encoder's too),
     ``none``, or ``auto``: all where both languages have one dictionary, else decoder. Raises
-    ConfigError if fairseq is not installed, or 2 * ``heads`` does not divide ``width``. Likewise if
-    all embeddings are to be shared between two different dictionaries.
+    ConfigError if fairseq is not installed, or takes no such sizes or sharing.
     """
-    if width % (2 * heads):
-        raise ConfigError(f"model.width={width} is not a multiple of 2 * model.heads={heads}")
     joint = source == target
-    if share_embeddings == "all" and not joint:
-        raise ConfigError(
-            "model.share_embeddings=all needs one dictionary for both languages; decoder shares those of the target"
-        )
     modules = fairseq("nmrun.papers.translation.fairseq_modules")
     config = modules.TransformerConfig.from_namespace(
         Namespace(
@@ -89,7 +82,8 @@ def transformer(
             share_decoder_input_output_embed=share_embeddings in ("auto", "decoder", "all"),
         )
     )  # fmt: skip
-    model: TranslationTransformer = modules.TranslationTransformer.build_model(
-        config, Namespace(source_dictionary=source, target_dictionary=target)
-    )
+    with refused("model: ", AssertionError, ValueError):
+        model: TranslationTransformer = modules.TranslationTransformer.build_model(
+            config, Namespace(source_dictionary=source, target_dictionary=target)
+        )
     return model

@@ -10,7 +10,7 @@ from nmrun.lab.keys.datasets import Dataset, Seeded
 from nmrun.lab.keys.groups import Group
 from nmrun.lab.keys.models import Transformer
 from nmrun.lab.keys.ranges import PATH
-from nmrun.ranges import FLAG, FRACTION, OPTIONAL_TEXT, TEXT, number, one_of, whole
+from nmrun.ranges import FRACTION, TEXT, number, one_of, whole
 
 PAIRS = "pairs of sentences"
 
@@ -76,25 +76,11 @@ class Fairseq(Translated, Dataset):
     places: ClassVar[tuple[str, ...]] = ("path",)
 
     path: Annotated[str, PATH, "the folder, such as data-bin/iwslt14.tokenized.de-en"]
-    source: Annotated[
-        str | None,
-        OPTIONAL_TEXT,
-        "language to translate from; null = by the names of the files",
-    ] = None
-    target: Annotated[
-        str | None, OPTIONAL_TEXT, "language to translate into; null = by the names of the files"
-    ] = None
-    train: Annotated[str, PATH, "name of the training texts, as in train.de-en.de.idx"] = "train"
-    val: Annotated[str | None, OPTIONAL_TEXT, "name of the validation texts; null = valid"] = (
-        "valid"
-    )
-    test: Annotated[str | None, OPTIONAL_TEXT, "name of the test texts; null = test"] = "test"
     subwords: Annotated[
         str,
         one_of("none", "sentencepiece", "subword_nmt"),
         "how the text was split, to undo it for BLEU: none, sentencepiece, subword_nmt",
     ] = "none"
-    moses: Annotated[bool, FLAG, "whether Moses tokenised the text, to undo it for BLEU"] = False
 
 
 @dataclass(frozen=True)

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import os
-import shutil
-import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nmrun.errors import ConfigError, needs
+from nmrun.errors import ConfigError, needs, refused
 from nmrun.lab.arguments import Parser
+from nmrun.lab.runs import locks
 from nmrun.lab.tasks.storage import data_folder
 from nmrun.papers.translation.fairseq import fairseq
 
 Files = dict[str, tuple[Path, Path]]
+LONGEST = 250  # subwords of a side of a training pair
 
 
 def text_file(prefix: Path, language: str) -> Path:
@@ -38,101 +37,67 @@ def multi30k_files(languages: tuple[str, str], test: str) -> Files:
     """The raw text of Multi30k: files of train, valid and test for both languages. Raises
     ConfigError with how to get it.
     """
-    folder: Path = data_folder() / "multi30k"
-    try:
-        return {
-            split: (text_file(folder / name, languages[0]), text_file(folder / name, languages[1]))
-            for split, name in {"train": "train", "valid": "val", "test": test}.items()
-        }
-    except ConfigError as error:
-        raise ConfigError(
-            f"dataset=multi30k: {error} (NMRUN_DATA={data_folder()}); data/task1/raw of github.com/multi30k/dataset has it"
-        ) from None
+    folder = data_folder() / "multi30k"
+    names = {"train": "train", "valid": "val", "test": test}
+    with refused("dataset=multi30k, data/task1/raw of github.com/multi30k/dataset: ", ConfigError):
+        return _files({split: folder / name for split, name in names.items()}, languages)
 
 
-def prepare(
-    texts: Files,
-    languages: tuple[str, str],
-    to: Path,
-    vocabulary: int,
-    joint: bool = True,
-    longest: int = 250,
-) -> str:
+def _files(prefixes: dict[str, Path], languages: tuple[str, str]) -> Files:
+    return {
+        split: (text_file(prefix, languages[0]), text_file(prefix, languages[1]))
+        for split, prefix in prefixes.items()
+    }
+
+
+def prepare(texts: Files, languages: tuple[str, str], to: Path, vocabulary: int) -> str:
     """Subwords and fairseq's binary files of raw text, in a folder that appears when it is whole.
 
-    BPE by sentencepiece is learned on the training text; the dictionaries are made as
-    ``fairseq-preprocess`` makes them. Beside the binary files there are the ``.model`` files of
-    sentencepiece and the target of valid and test as plain text, for BLEU. Training pairs with more
-    than ``longest`` subwords on a side, or with an empty side, are left out. Raises ConfigError for
+    BPE by sentencepiece is learned on the training text of both languages; their dictionary is made as
+    ``fairseq-preprocess --joined-dictionary`` makes it. Beside the binary files there are the ``.model``
+    files of sentencepiece and the target of valid and test as plain text, for BLEU. Training pairs with
+    more than ``LONGEST`` subwords on a side, or with an empty side, are left out. Raises ConfigError for
     texts of unequal length, and a vocabulary that they are too small for.
     """
     with needs("BPE", "translation"):
-        import sentencepiece
+        from sentencepiece import SentencePieceProcessor
     lines = {split: [read(file) for file in files] for split, files in texts.items()}
     for split, (left, right) in lines.items():
         if len(left) != len(right):
             names = " and ".join(str(file) for file in texts[split])
-            raise ConfigError(
-                f"{names}: {len(left)} and {len(right)} lines; line i of one has to translate line i of the other"
-            )
-    full = [
-        (left, right)
-        for left, right in zip(*lines["train"], strict=True)
-        if left.strip() and right.strip()
-    ]
-    lines["train"] = [[pair[side] for pair in full] for side in (0, 1)]
+            raise ConfigError(f"{names}: {len(left)} and {len(right)} lines")
+    lines["train"] = _pairs(lines["train"], lambda left, right: left.strip() and right.strip())
+    model = _bpe([*lines["train"][0], *lines["train"][1]], vocabulary)
+    encode = SentencePieceProcessor(model_proto=model).encode
+    pieces = {
+        split: [encode(side, out_type=str) for side in sides] for split, sides in lines.items()
+    }
+    pieces["train"] = _pairs(pieces["train"], lambda *both: max(map(len, both)) <= LONGEST)
+    dictionary = _dictionary(pieces["train"])
     to.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
-    try:
-        if joint:
-            models = [_bpe([*lines["train"][0], *lines["train"][1]], vocabulary)] * 2
-        else:
-            models = [_bpe(side, vocabulary) for side in lines["train"]]
-        pieces = {
-            split: [
-                sentencepiece.SentencePieceProcessor(model_proto=models[side]).encode(
-                    sides[side], out_type=str
-                )
-                for side in (0, 1)
-            ]
-            for split, sides in lines.items()
-        }
-        short = [
-            (left, right)
-            for left, right in zip(*pieces["train"], strict=True)
-            if max(len(left), len(right)) <= longest
-        ]
-        pieces["train"] = [[pair[side] for pair in short] for side in (0, 1)]
-        dictionaries = _dictionaries(pieces["train"], joint)
+    with locks.folder_beside(to) as part:
+        (folder := part / to.name).mkdir()
         for side, language in enumerate(languages):
-            dictionaries[side].save(str(folder / f"dict.{language}.txt"))
-            (folder / f"sentencepiece.{language}.model").write_bytes(models[side])
+            dictionary.save(str(folder / f"dict.{language}.txt"))
+            (folder / f"sentencepiece.{language}.model").write_bytes(model)
             for split in texts:
                 name = folder / f"{split}.{'-'.join(languages)}.{language}"
-                _binarise(pieces[split][side], dictionaries[side], name)
+                _binarise(pieces[split][side], dictionary, name)
                 if side == 1 and split != "train":
-                    Path(f"{name}.txt").write_text(
-                        "".join(f"{line}\n" for line in lines[split][1]),
-                        encoding="utf-8",
-                        newline="\n",
-                    )
-        about = {
-            "files": {split: [str(file) for file in files] for split, files in texts.items()},
-            "vocabulary": vocabulary,
-        }
-        (folder / "prepared.json").write_text(
-            json.dumps({**about, "joint": joint, "longest": longest}, indent=2) + "\n"
-        )
-        folder.chmod(0o755)
+                    plain = "".join(f"{line}\n" for line in lines[split][1])
+                    Path(f"{name}.txt").write_bytes(plain.encode())
         try:
             os.rename(folder, to)
         except OSError:
             if not to.is_dir():  # otherwise another process was faster, with the same
                 raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     counts = ", ".join(f"{split} {len(sides[0])}" for split, sides in pieces.items())
-    return f"{to}: {counts} pairs; dictionaries of {len(dictionaries[0])} and {len(dictionaries[1])} tokens"
+    return f"{to}: {counts} pairs; a dictionary of {len(dictionary)} tokens"
+
+
+def _pairs(sides: Sequence[list[Any]], fits: Callable[[Any, Any], Any]) -> list[list[Any]]:
+    kept = [pair for pair in zip(*sides, strict=True) if fits(*pair)]
+    return [[pair[side] for pair in kept] for side in (0, 1)]
 
 
 def read(file: Path) -> list[str]:
@@ -141,18 +106,12 @@ def read(file: Path) -> list[str]:
 
     Raises ConfigError for a file that is not UTF-8, or damaged.
     """
-    try:
-        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as raw:
-            return [
-                line.rstrip("\r\n")
-                for line in io.TextIOWrapper(raw, encoding="utf-8", newline="\n")
-            ]
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{file}: not UTF-8 ({error.reason} at byte {error.start} of a part of it)"
-        ) from None
-    except (EOFError, gzip.BadGzipFile) as error:
-        raise ConfigError(f"{file}: damaged: {error}") from None
+    with (
+        refused(f"{file}: ", UnicodeDecodeError, EOFError, gzip.BadGzipFile),
+        gzip.open(file) if file.suffix == ".gz" else file.open("rb") as raw,
+    ):
+        lines = io.TextIOWrapper(raw, encoding="utf-8", newline="\n")
+        return [line.rstrip("\r\n") for line in lines]
 
 
 def _bpe(text: Iterable[str], vocabulary: int) -> bytes:
@@ -160,7 +119,7 @@ def _bpe(text: Iterable[str], vocabulary: int) -> bytes:
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
-    try:
+    with refused(f"vocabulary={vocabulary}: sentencepiece cannot learn it: ", RuntimeError):
         SentencePieceTrainer.train(
             sentence_iterator=iter(text),
             model_writer=model,
@@ -169,25 +128,16 @@ def _bpe(text: Iterable[str], vocabulary: int) -> bytes:
             character_coverage=1.0,
             minloglevel=3,
         )
-    except RuntimeError as error:
-        raise ConfigError(
-            f"vocabulary={vocabulary}: sentencepiece cannot learn it from this text: {str(error).splitlines()[-1]}"
-        ) from None
     return model.getvalue()
 
 
-def _dictionaries(sides: list[list[list[str]]], joint: bool) -> list[Any]:
+def _dictionary(sides: list[list[list[str]]]) -> Any:
     counts = [Counter(piece for sentence in side for piece in sentence) for side in sides]
-    if joint:
-        counts = [counts[0] + counts[1]] * 2
-    dictionaries = []
-    for count in counts:
-        dictionary = fairseq("data").Dictionary()
-        for piece, number in count.items():
-            dictionary.add_symbol(piece, number)
-        dictionary.finalize()  # the commonest first, and a multiple of 8 tokens
-        dictionaries.append(dictionary)
-    return dictionaries
+    dictionary = fairseq("data").Dictionary()
+    for piece, number in (counts[0] + counts[1]).items():
+        dictionary.add_symbol(piece, number)
+    dictionary.finalize()  # the commonest first, and a multiple of 8 tokens
+    return dictionary
 
 
 def _binarise(sentences: list[list[str]], dictionary: Any, name: Path) -> None:
@@ -232,43 +182,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--vocabulary", type=int, default=8000, help="subwords of BPE (default: %(default)s)"
     )
-    parser.add_argument(
-        "--separate",
-        action="store_true",
-        help="a BPE and a dictionary for each language, not one for both",
-    )
-    parser.add_argument(
-        "--longest",
-        type=int,
-        default=250,
-        help="training pairs with more subwords on a side are left out (default: %(default)s)",
-    )
     options = parser.parse_args(argv)
     languages = options.source, options.target
-    if options.corpus == "parallel":
-        prefixes = {split: getattr(options, split) for split in ("train", "valid", "test")}
-        if missing := [f"--{split}" for split, prefix in prefixes.items() if prefix is None]:
-            raise ConfigError(
-                f"prepare parallel: {', '.join(missing)} missing: the text without its .{options.source} and .{options.target}"
-            )
     if options.out.exists():
         raise ConfigError(f"--out {options.out}: it is there already")
     if options.corpus == "multi30k":
         texts = multi30k_files(languages, "test_2016_flickr")
     else:
-        texts = {
-            split: (text_file(prefix, options.source), text_file(prefix, options.target))
-            for split, prefix in prefixes.items()
-        }
-    summary = prepare(
-        texts,
-        languages,
-        options.out,
-        options.vocabulary,
-        joint=not options.separate,
-        longest=options.longest,
-    )
+        prefixes = {split: getattr(options, split) for split in ("train", "valid", "test")}
+        if None in prefixes.values():
+            raise ConfigError(f"prepare parallel: it takes {', '.join(f'--{s}' for s in prefixes)}")
+        texts = _files(prefixes, languages)
+    print(prepare(texts, languages, options.out, options.vocabulary))
     print(
-        f"{summary}\n  nmrun dataset=fairseq dataset.path={options.out} dataset.subwords=sentencepiece model=fairseq_transformer"
+        f"  nmrun dataset=fairseq dataset.path={options.out} dataset.subwords=sentencepiece model=fairseq_transformer"
     )
     return 0

@@ -83,7 +83,7 @@ class Translation(Categorical):
         device: torch.device | str = "cpu",
     ) -> None:
         for name, pair in splits.items():
-            check(name, pair, (source, target))
+            check(name, pair)
         longest = max(int(corpus.lengths.max()) for corpus in splits["train"])
         if longest > max_tokens:
             raise ConfigError(

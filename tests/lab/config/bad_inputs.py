@@ -488,7 +488,7 @@ TOLD = {
     "tune a/b seed=0": "the first word is a name",
     "tune try": "required: SWEEP",
     "tune try --trials 0 seed=0": "--trials: 0: it takes a whole number",
-    "prune . --out x": "nmrun export RUN --out x",
+    "prune . --out x": "--out",
     "--epochs 3": "keys are written without dashes: trainer.epochs",
     "--max_steps=3": "keys are written without dashes: trainer.steps=3",
     "optimizer=lamb": "any other is optimizer=custom optimizer.target=",

@@ -166,6 +166,3 @@ def test_predict_says_what_an_evaluation_computes_of_texts(tmp_path, capsys):
     (tmp_path / "texts.txt").write_text("one\ttwo\n")
     assert verb("predict", str(run), str(tmp_path / "texts.txt")) == 2
     assert "line 1: it takes one text without a tab" in capsys.readouterr().err
-    (tmp_path / "texts.txt").write_text("")
-    assert verb("predict", str(run), str(tmp_path / "texts.txt")) == 2
-    assert "texts.txt: it has no lines" in capsys.readouterr().err

@@ -4,7 +4,6 @@ said of data that are not right.
 
 from __future__ import annotations
 
-import errno
 import gc
 import json
 import multiprocessing
@@ -42,9 +41,6 @@ from nmrun.lab.train import build, checkpoint, console, runner
 from nmrun.lab.train.steps import TrainingSteps
 
 CPU = torch.device("cpu")
-UNPACKS = pytest.mark.skipif(
-    not hasattr(tarfile, "data_filter"), reason="Python 3.11.4 unpacks safely, and newer ones"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -57,11 +53,11 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_is_read_pixel_by_pixel(tmp_path):
-    loaded = images.load_folder(make_folder(tmp_path / "some"), size=8)
-    assert loaded.classes == ["ant", "bee", "cat"]
-    assert set(loaded.splits) == {"train", "val"}
+    splits, classes = images.load_folder(make_folder(tmp_path / "some"), size=8)
+    assert classes == ["ant", "bee", "cat"]
+    assert set(splits) == {"train", "val"}
     for split, count in COUNTS.items():
-        pixels, labels = loaded.splits[split]
+        pixels, labels = splits[split]
         assert labels.tolist() == [0] * count + [1] * count + [2] * count
         for row, image in enumerate(pixels):
             assert np.array_equal(
@@ -69,17 +65,14 @@ def test_a_folder_is_read_pixel_by_pixel(tmp_path):
             )
 
 
-@UNPACKS
 def test_an_archive_holds_the_same_as_the_folder(tmp_path):
     place = make_folder(tmp_path / "some")
     with tarfile.open(tmp_path / "some.tar.xz", "w:xz") as tar:
         tar.add(place, "some")
     one, other = (images.load_folder(path, size=8) for path in (place, tmp_path / "some.tar.xz"))
-    assert one.classes == other.classes
+    assert one[1] == other[1]
     for split in COUNTS:
-        assert all(
-            torch.equal(a, b) for a, b in zip(one.splits[split], other.splits[split], strict=True)
-        )
+        assert all(torch.equal(a, b) for a, b in zip(one[0][split], other[0][split], strict=True))
 
 
 def test_images_are_decoded_once_unless_they_change(tmp_path, monkeypatch):
@@ -87,16 +80,16 @@ def test_images_are_decoded_once_unless_they_change(tmp_path, monkeypatch):
     monkeypatch.setattr(
         images, "decode", lambda path, size: decoded.append(path) or original(path, size)
     )
-    first = images.load_folder(place, size=8)
+    first, _ = images.load_folder(place, size=8)
     assert len(decoded) == 48
-    again = images.load_folder(place, size=8)
+    again, _ = images.load_folder(place, size=8)
     assert len(decoded) == 48
-    assert torch.equal(first.splits["train"][0], again.splits["train"][0])
+    assert torch.equal(first["train"][0], again["train"][0])
     Image.fromarray(255 - picture("train", 0, 0)).save(place / "train" / "ant" / "00.png")
-    changed = images.load_folder(place, size=8)
+    changed, _ = images.load_folder(place, size=8)
     assert len(decoded) == 96
-    assert torch.equal(changed.splits["train"][0][0], 255 - first.splits["train"][0][0])
-    assert images.load_folder(place, size=4).splits["val"][0].shape == (12, 3, 4, 4)
+    assert torch.equal(changed["train"][0][0], 255 - first["train"][0][0])
+    assert images.load_folder(place, size=4)[0]["val"][0].shape == (12, 3, 4, 4)
 
 
 def test_links_to_the_same_files_under_other_classes_are_other_labels(tmp_path):
@@ -106,7 +99,7 @@ def test_links_to_the_same_files_under_other_classes_are_other_labels(tmp_path):
             folder = tmp_path / view / ("few" if number < first else "rest")
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{number:02}.png").symlink_to(file)
-        labels = images.load_folder(tmp_path / view, size=8).splits["train"][1]
+        labels = images.load_folder(tmp_path / view, size=8)[0]["train"][1]
         assert labels.tolist() == [0] * first + [1] * (36 - first)
 
 
@@ -148,17 +141,15 @@ def test_a_folder_without_splits_is_split_evenly(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shapes", "side", "told"),
+    ("shapes", "side"),
     [
-        ([(40, 36)] * 20, 36, "40x36"),
-        ([(64, 64)] * 20, 64, None),
-        ([(65, 300)] * 20, 224, "65x300"),
-        ([(20, 24)] * 12 + [(300, 400)] * 8, 20, "20x24 to 300x400"),
+        ([(40, 36)] * 20, 36),
+        ([(64, 64)] * 20, 64),
+        ([(65, 300)] * 20, 224),
+        ([(20, 24)] * 12 + [(300, 400)] * 8, 20),
     ],
 )
-def test_without_a_resolution_photos_are_224_pixels_and_small_images_stay(
-    shapes, side, told, tmp_path
-):
+def test_without_a_resolution_photos_are_224_pixels_and_small_images_stay(shapes, side, tmp_path):
     for name in ("ant", "bee"):
         folder = tmp_path / "data" / "some" / name
         folder.mkdir(parents=True)
@@ -169,8 +160,6 @@ def test_without_a_resolution_photos_are_224_pixels_and_small_images_stay(
     task = tasks.build(dataset_config(tmp_path, "image_folder", *words), CPU)
     assert task.inputs["shape"] == (3, side, side)
     assert task.signature["input"]["resize"] == {"shorter_side": side, "crop": side}
-    assert ("scaled" in task.about) == (told is not None)
-    assert (told or "") in task.about
 
 
 @pytest.mark.parametrize(
@@ -201,7 +190,6 @@ def test_val_is_for_testing_unless_there_is_a_test_folder(splits, test, tmp_path
     assert f"  {line}" in console.plan_lines(cfg, parts)
 
 
-@UNPACKS
 def test_what_is_wrong_with_a_folder(tmp_path, monkeypatch):
     def complaint(**options):
         with pytest.raises(ConfigError) as caught:
@@ -211,17 +199,10 @@ def test_what_is_wrong_with_a_folder(tmp_path, monkeypatch):
         assert not list((tmp_path / "cache").glob("*")), "something half-done is left"
         return problem
 
-    assert "there is no some in " in complaint()
     place = make_folder(tmp_path / "data" / "some")
     (place / "train" / "empty").mkdir()
     assert "train: Found no valid file for the classes empty" in complaint()
     (place / "train" / "empty").rmdir()
-    many = [place / "train" / f"{number:03} without a picture" for number in range(60)]
-    for folder in many:
-        folder.mkdir()
-    assert "059 without" not in complaint()
-    for folder in many:
-        folder.rmdir()
     shutil.move(place / "val" / "bee", tmp_path / "bee")
     assert "train and val have not the same classes, for instance bee" in complaint()
     shutil.move(tmp_path / "bee", place / "val" / "bee")
@@ -237,35 +218,13 @@ def test_what_is_wrong_with_a_folder(tmp_path, monkeypatch):
     )
     shutil.rmtree(place)
     place.write_bytes(b"not an archive")
-    assert "some is damaged, or not a tar archive" in complaint()
+    assert "some cannot be unpacked" in complaint()
     with tarfile.open(place, "w") as tar:
         tar.add(make_folder(tmp_path / "whole"), "some")
         link = tarfile.TarInfo("some/train/dog")
-        link.type, link.linkname = tarfile.SYMTYPE, "dog"  # to itself
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc"
         tar.addfile(link)
-    assert "some is damaged, or not a tar archive (" in complaint()
-
-
-@UNPACKS
-def test_a_full_disk_is_not_taken_for_a_damaged_archive(tmp_path, monkeypatch):
-    def full(*args, **options):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    place = tmp_path / "some.tar"
-    with tarfile.open(place, "w") as tar:
-        tar.add(make_folder(tmp_path / "whole"), "some")
-    monkeypatch.setattr(tarfile.TarFile, "makefile", full)
-    with pytest.raises(ConfigError, match=r"some\.tar is unpacked in .*, where no space is left: "):
-        images.load_folder(place, 8)
-
-
-def test_a_python_that_cannot_unpack_safely_says_so(tmp_path, monkeypatch):
-    monkeypatch.delattr(tarfile, "data_filter", raising=False)
-    place = tmp_path / "data" / "some.tar.xz"
-    place.parent.mkdir()
-    place.write_bytes(b"an archive")
-    with pytest.raises(ConfigError, match=r"unpack it into a folder, or take Python 3\.11\.4"):
-        images.load_folder(place, 8)
+    assert "some cannot be unpacked" in complaint()
 
 
 # --- splits ---------------------------------------------------------------------------------------
@@ -426,7 +385,6 @@ def test_fashion_mnist_as_torchvision_stores_it(tmp_path):
     assert names[0] == "T-shirt/top"
 
 
-@UNPACKS
 def test_cifar_from_its_archive_of_images(tmp_path):
     place = make_folder(tmp_path / "cifar10-jpeg", (32, 32), {"train": 12, "test": 4})
     (tmp_path / "data" / "cifar10").mkdir(parents=True)
@@ -449,8 +407,7 @@ def test_without_data_and_network_it_is_said_in_a_line(tmp_path, monkeypatch):
         tasks.build(dataset_config(tmp_path, "cifar100"), CPU)
     (problem,) = caught.value.problems
     assert problem == (
-        f"dataset=cifar100: there is no cifar100/cifar-100-python and no cifar-100-python in {tmp_path}/data (NMRUN_DATA) "
-        "or in the current folder, and its download failed (<urlopen error no network>)"
+        f"dataset=cifar100: it is not in {tmp_path}/data (NMRUN_DATA), and its download failed: <urlopen error no network>"
     )
     assert not list((tmp_path / "data").iterdir())
 

@@ -293,7 +293,7 @@ class Tokenizer(Protocol):
 
 def tokenizer(options: Encoding) -> Tokenizer:
     """The tokenizer of a ``dataset:`` config: ``words``, or a folder or name of Hugging Face.
-    Raises ConfigError if it cannot be had, or cannot pad.
+    Raises ConfigError if it cannot be had.
     """
     if options.tokenizer == "words":
         return Words(options.vocabulary, options.max_length)
@@ -341,16 +341,9 @@ class PretrainedTokenizer:
         self.tokenizer = fetch("AutoTokenizer", key, source)
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        if self.tokenizer.pad_token_id is None:
-            raise ConfigError(
-                f"dataset.tokenizer={source}: it has no token for padding, nor one that ends a text"
-            )
         check_length("dataset.max_length", max_length, source, self.tokenizer.model_max_length)
-        self.vocabulary, self.padding, self.max_length = (
-            len(self.tokenizer),
-            self.tokenizer.pad_token_id,
-            max_length,
-        )
+        self.vocabulary, self.padding = len(self.tokenizer), self.tokenizer.pad_token_id
+        self.max_length = max_length
 
     def encode(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor, Tensor]:
         columns = [list(column) for column in zip(*texts, strict=True)]

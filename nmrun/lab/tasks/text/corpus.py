@@ -3,10 +3,7 @@ Face."""
 
 from __future__ import annotations
 
-import itertools
-from array import array
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,10 +34,16 @@ def encode(texts: Mapping[str, bytes], tokenizer: str) -> Encoded:
     """
     if tokenizer == "byte":
         return {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}, 256
-    decoded = {name: _decode(name, text) for name, text in texts.items()}
-    if tokenizer == "character":
-        return _characters(decoded)
-    return _words(decoded) if tokenizer == "word" else _pieces(decoded, tokenizer)
+    decoded = _decoded(texts)
+    if tokenizer not in LEVELS:
+        return _by_hugging_face(decoded, tokenizer)
+    numbers = _numbers(decoded, tokenizer)
+    kind = _smallest(len(numbers))
+    arrays = {
+        name: np.fromiter((_known(numbers, piece) for piece in _pieces(text, tokenizer)), kind)
+        for name, text in decoded.items()
+    }
+    return arrays, len(numbers)
 
 
 @dataclass(frozen=True)
@@ -65,78 +68,44 @@ def codec(read: Callable[[], Mapping[str, bytes]], tokenizer: str) -> Codec:
             lambda text: loaded.encode(text, add_special_tokens=False).ids,
             lambda numbers: loaded.decode(list(numbers), skip_special_tokens=False),
         )
-    texts = {name: _decode(name, text) for name, text in read().items()}
+    known = _numbers(_decoded(read()), tokenizer)
+    tokens = list(known)
     if tokenizer == "character":
-        tokens = sorted(set("".join(texts.values())))
         return Codec(
-            lambda text: [_known(tokens, letter) for letter in text],
+            lambda text: [_known(known, letter) for letter in text],
             lambda numbers: "".join(tokens[number] for number in numbers),
         )
-    tokens = list(dict.fromkeys(itertools.chain.from_iterable(_lines(texts["train"]))))
     return Codec(
-        lambda text: [_known(tokens, word) for word in text.replace("\n", f" {END} ").split()],
+        lambda text: [_known(known, word) for word in text.replace("\n", f" {END} ").split()],
         lambda numbers: " ".join(tokens[number] for number in numbers).replace(f" {END} ", "\n"),
     )
 
 
-def _known(tokens: list[str], token: str) -> int:
-    token = token if token in tokens or UNKNOWN not in tokens else UNKNOWN
-    if token not in tokens:
+def _numbers(texts: Mapping[str, str], level: str) -> dict[str, int]:
+    """The number of each letter of the texts, or of each word of the training text."""
+    words = _pieces(texts["train"], level)
+    tokens = dict.fromkeys(words) if level == "word" else sorted(set().union(*texts.values()))
+    return {token: number for number, token in enumerate(tokens)}
+
+
+def _known(numbers: Mapping[str, int], token: str) -> int:
+    number = numbers.get(token, numbers.get(UNKNOWN))
+    if number is None:
         raise ConfigError(f"{token!r} is not in the vocabulary of the training text")
-    return tokens.index(token)
+    return number
 
 
-def _decode(name: str, text: bytes) -> str:
-    try:
-        return text.decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"the {name} text is not UTF-8 (byte {error.start} of it is {text[error.start]:#04x}); dataset.tokenizer=byte takes any file"
-        ) from None
+def _pieces(text: str, level: str) -> Iterable[str]:
+    """The letters of a text, or its words."""
+    if level == "character":
+        return text
+    lines = text.removesuffix("\n").split("\n")
+    return (word for line in lines for word in (*line.split(), END))
 
 
-def _characters(texts: Mapping[str, str]) -> Encoded:
-    codes = {
-        name: np.frombuffer(text.encode("utf-32-le"), np.uint32) for name, text in texts.items()
-    }
-    present = np.zeros(0x110000, bool)
-    for of_text in codes.values():
-        present |= np.bincount(of_text, minlength=len(present)) > 0
-    number, size = np.cumsum(present) - 1, int(present.sum())
-    return {name: number[of_text].astype(_smallest(size)) for name, of_text in codes.items()}, size
-
-
-def _words(texts: Mapping[str, str]) -> Encoded:
-    numbers: defaultdict[str, int] = defaultdict()
-    # a new word of the training text gets the next number
-    numbers.default_factory = numbers.__len__
-    arrays = {
-        "train": array(
-            "i",
-            itertools.chain.from_iterable(
-                map(numbers.__getitem__, line) for line in _lines(texts["train"])
-            ),
-        )
-    }
-    index = dict(numbers)
-    for name in texts.keys() - {"train"}:
-        arrays[name] = array("i")
-        for line, words in enumerate(_lines(texts[name]), 1):
-            for word in words:
-                number = index.get(word, index.get(UNKNOWN))
-                if number is None:
-                    raise ConfigError(
-                        f"line {line} of the {name} text has the word {word!r}; the training text has neither it nor {UNKNOWN}"
-                    )
-                arrays[name].append(number)
-    return {
-        name: np.array(numbers, _smallest(len(index))) for name, numbers in arrays.items()
-    }, len(index)
-
-
-def _lines(text: str) -> Iterator[list[str]]:
-    for line in text.removesuffix("\n").split("\n"):
-        yield [*line.split(), END]
+def _decoded(texts: Mapping[str, bytes]) -> dict[str, str]:
+    with refused("a text is not UTF-8 (dataset.tokenizer=byte takes any): ", UnicodeDecodeError):
+        return {name: text.decode() for name, text in texts.items()}
 
 
 def _tokenizer(name: str) -> Any:
@@ -154,7 +123,7 @@ def _tokenizer(name: str) -> Any:
     return tokenizer
 
 
-def _pieces(texts: Mapping[str, str], name: str) -> Encoded:
+def _by_hugging_face(texts: Mapping[str, str], name: str) -> Encoded:
     tokenizer = _tokenizer(name)
     size = tokenizer.get_vocab_size()
     encoded = {}

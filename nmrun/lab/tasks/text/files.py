@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import re
 import sysconfig
-import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -16,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nmrun.errors import ConfigError, needs
+from nmrun.errors import ConfigError, refused
 from nmrun.lab.keys.datasets import Fractions, HubText, StdlibText, TextFiles, TokenBin, Tokenized
-from nmrun.lab.tasks import storage
-from nmrun.lab.tasks.hugging_face import quiet_hub
+from nmrun.lab.tasks import hugging_face, storage
 from nmrun.lab.tasks.text import corpus
 
 if TYPE_CHECKING:
@@ -33,12 +31,7 @@ BETWEEN = "\n\n"  # rows, as in the code of GPTQ and SparseGPT
 SPACE = re.compile(rb"\s|\Z")
 SHAKESPEARE = "it is data/tinyshakespeare/input.txt of https://github.com/karpathy/char-rnn"
 WIKITEXTS = {"wikitext2": "wikitext-2", "wikitext103": "wikitext-103"}
-# as published, as in PyTorch's examples, with the rare words
-WIKITEXT_FILES = (
-    "wiki.{}.tokens",
-    "{}.txt",
-    "wiki.{}.raw",
-)
+WIKITEXT_FILES = ("wiki.{}.tokens", "{}.txt")  # as published, as in PyTorch's examples
 WIKITEXT_SPLITS = {"train": "train", "val": "valid", "test": "test"}
 
 
@@ -46,20 +39,12 @@ def text_files(config: Config, device: torch.device) -> LanguageModelling:
     options = config.dataset.as_kind(TextFiles)
     names = {"train": options.train, "val": options.val, "test": options.test}
     paths = {split: storage.path_of(path) for split, path in names.items() if path is not None}
-    for split, path in paths.items():
-        if not path.is_file():
-            raise ConfigError(
-                f"dataset.{split}={names[split]}: there is no such file, neither in "
-                f"{storage.data_folder()} (NMRUN_DATA) nor here"
-            )
     return task(config, paths, device)
 
 
 def shakespeare(config: Config, device: torch.device) -> LanguageModelling:
     """Tiny Shakespeare: 1,115,394 characters of plays (Karpathy 2015)."""
-    file = storage.find(
-        "shakespeare", ["tinyshakespeare/input.txt", "shakespeare/input.txt"], SHAKESPEARE
-    )
+    file = storage.find("shakespeare", ["tinyshakespeare/input.txt"], SHAKESPEARE)
     return task(config, {"train": file}, device)
 
 
@@ -130,7 +115,8 @@ def _texts(paths: Mapping[str, Path], fractions: Mapping[str, float]) -> dict[st
     """The files' bytes. A split that has only a fraction is that share of the training file, from
     its end, cut after white space.
     """
-    texts = {split: path.read_bytes() for split, path in paths.items()}
+    with refused("dataset: ", OSError):
+        texts = {split: path.read_bytes() for split, path in paths.items()}
     whole = len(texts["train"])
     for split in ("test", "val"):
         if split in fractions:
@@ -162,23 +148,15 @@ def hub(config: Config, device: torch.device) -> LanguageModelling:
 
 def _rows(options: HubText, split: str) -> Any:
     """A split as ``datasets`` has it."""
-    with needs(f"dataset=hub_text (dataset.path={options.path})", "texts"):
-        import datasets
-    datasets.disable_progress_bars()
-    try:
-        with quiet_hub():
-            rows = datasets.load_dataset(
-                options.path, options.subset, split=split, data_files=options.files
-            )
-    except Exception as error:  # each format has errors of its own
-        cause = error.__cause__ or error  # the error says that datasets failed, its cause says why
-        line = textwrap.shorten(str(cause) or type(cause).__name__, 300)
-        raise ConfigError(
-            f"dataset.path={options.path}: {split} cannot be loaded ({line})"
-        ) from None
-    kind = rows.features.get(options.column)
-    if getattr(kind, "dtype", None) not in ("string", "large_string"):
-        of_texts = [name for name, kind in rows.features.items() if "string" in str(kind)]
+    rows = hugging_face.rows(
+        f"dataset.path={options.path}",
+        options.path,
+        options.subset,
+        split=split,
+        data_files=options.files,
+    )
+    of_texts = [name for name, kind in rows.features.items() if "string" in str(kind)]
+    if options.column not in of_texts:
         raise ConfigError(
             f"dataset.column={options.column}: no column of texts in {options.path} "
             f"(of texts are {', '.join(of_texts) or 'none'})"
@@ -211,13 +189,11 @@ def stdlib_sources(dataset: str) -> dict[str, bytes]:
     folder = Path(sysconfig.get_path("stdlib"))
     some = {split: [f"{name}.py" for name in names] for split, names in MODULES.items()}
     files = some if dataset == "stdlib_text" else all_modules(folder)
-    try:
+    with refused(f"dataset={dataset}: this Python comes without its source: ", OSError):
         return {
             split: b"".join((folder / name).read_bytes() for name in names)
             for split, names in files.items()
         }
-    except OSError as error:
-        raise _without_sources(dataset, error.filename) from None
 
 
 def all_modules(folder: Path) -> dict[str, list[str]]:
@@ -230,18 +206,9 @@ def all_modules(folder: Path) -> dict[str, list[str]]:
         for path in paths
         if not NO_PART.intersection(path.parts) and not path.name.startswith("_sysconfigdata")
     )
-    if len(names) < SHARE:
-        raise _without_sources("stdlib_text_all", f"{folder}/*.py")
     held = {"val": names[SHARE // 2 - 1 :: SHARE], "test": names[SHARE - 1 :: SHARE]}
     rest = set(names).difference(*held.values())
     return {"train": sorted(rest), **held}
-
-
-def _without_sources(dataset: str, missing: object) -> ConfigError:
-    return ConfigError(
-        f"dataset={dataset}: {missing} is missing: this Python comes without the source of its library; "
-        "dataset=text takes any file"
-    )
 
 
 def stdlib_digest(dataset: str) -> str:
@@ -285,23 +252,12 @@ def read_tokens(path: Path, vocabulary: int) -> NDArray[np.uint16]:
     """A file's tokens, mapped. Raises ConfigError if it is missing, or plainly not tokens of 16
     bits below ``vocabulary``.
     """
-    if not path.is_file():
-        raise ConfigError(
-            f"dataset=token_bin: there is no {path}; dataset.folder has train.bin and val.bin, as nanoGPT's prepare.py makes"
-        )
-    size = path.stat().st_size
-    if size == 0 or size % 2:
-        raise ConfigError(f"{path} has {size} bytes: tokens of 16 bits take an even number above 0")
-    array = np.memmap(path, np.uint16, mode="r")
+    what = "dataset.folder has train.bin and val.bin with tokens of 16 bits, as nanoGPT's prepare.py makes them"
+    with refused(f"{path}: {what}: ", OSError, ValueError):
+        array = np.memmap(path, np.uint16, mode="r")
     first = array[:LOOKED_AT]
-    if bytes(first[:3])[:6] == b"\x93NUMPY":
-        raise ConfigError(
-            f"{path} is an array as numpy.save writes it; it takes the bare numbers, as tofile writes them"
-        )
     if len(first) > 1 and not first[1::2].any():
-        raise ConfigError(
-            f"{path}: every second number is 0, so its tokens probably have 32 bits; it takes uint16"
-        )
+        raise ConfigError(f"{path}: {what}; every second of these is 0, so they probably have 32")
     if first.max() >= vocabulary:
         raise ConfigError(
             f"{path} has the token {first.max()}, outside dataset.vocabulary={vocabulary}"

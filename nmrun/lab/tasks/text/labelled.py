@@ -7,19 +7,21 @@ training set.
 
 from __future__ import annotations
 
+import csv
 import importlib.util
+import io
 import math
 import random
-import textwrap
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nmrun.errors import ConfigError, refused
+import pandas as pd
+
+from nmrun.errors import refused
 from nmrun.lab.keys.datasets import GeneratedText, Glue
-from nmrun.lab.tasks import storage
-from nmrun.lab.tasks.hugging_face import quiet_hub
+from nmrun.lab.tasks import hugging_face, storage
 
 if TYPE_CHECKING:
     import torch
@@ -103,77 +105,46 @@ def glue(config: Config, device: torch.device) -> TextClassification:
 
 def _read(task: str, spec: Spec, file: str) -> Rows:
     name = f"glue/{spec.folder}/{file}.tsv"
+    if not storage.path_of(name).exists() and importlib.util.find_spec("datasets"):
+        split = file.replace("dev", "validation")
+        table = hugging_face.rows("dataset=glue", "nyu-mll/glue", task, split=split)
+        columns = [table[column] for column in spec.hub_texts or spec.texts]
+        return list(zip(*columns, strict=True)), list(table["label"])
     how = "put GLUE's TSV files there (gluebenchmark.com/tasks), or pip install datasets, which downloads them"
-    try:
-        path = storage.find("glue", [name], how)
-    except ConfigError:
-        if importlib.util.find_spec("datasets") is None:
-            raise
-        return _from_hub(task, spec, file.replace("dev", "validation"))
-    return read_tsv(path, spec)
+    return read_tsv(storage.find("glue", [name], how), spec)
 
 
 def read_tsv(path: Path, spec: Spec) -> Rows:
     """The rows of a TSV file of GLUE: columns are between tabs, quotes are characters like others.
 
-    Raises ConfigError for a missing column, a row of another length than the header, an unknown
-    label, and a file without rows.
+    Raises ConfigError for a missing column, a row that is longer than the header, and an unknown label.
     """
-    with refused(f"{path}: ", OSError, UnicodeDecodeError):
-        lines = path.read_bytes().decode("utf-8-sig").rstrip("\n").split("\n")
-    rows = [line.rstrip("\r").split("\t") for line in lines]
-    header = list(spec.header) or rows.pop(0)
-    for column in (*spec.texts, spec.label):
-        if column not in header:
-            raise ConfigError(
-                f"{path}: there is no column {column!r} among {', '.join(map(repr, header))}"
-            )
-    # some rows of the official file are torn in two, and left out by everyone
-    if spec.folder == "QQP":
-        rows = [row for row in rows if len(row) == len(header)]
-    places, label_place = [header.index(column) for column in spec.texts], header.index(spec.label)
-    texts: list[Text] = []
-    labels = []
-    for number, row in enumerate(rows, 1 if spec.header else 2):
-        if len(row) != len(header):
-            raise ConfigError(
-                f"{path}, line {number}: {len(row)} columns, where the {'format' if spec.header else 'header'} has {len(header)}"
-            )
-        texts.append(tuple(row[place] for place in places))
-        labels.append(_label(f"{path}, line {number}", spec, row[label_place]))
-    if not texts:
-        raise ConfigError(f"{path}: it has no rows")
-    return texts, labels
+    with refused(f"{path}: ", OSError, ValueError, KeyError):
+        table = pd.read_csv(
+            io.StringIO(path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")),
+            sep="\t",
+            lineterminator="\n",
+            quoting=csv.QUOTE_NONE,
+            header=None if spec.header else 0,
+            names=spec.header or None,
+            index_col=False,
+            dtype=str,
+            na_filter=False,
+            on_bad_lines="skip" if spec.folder == "QQP" else "error",
+        )
+        if spec.folder == "QQP":
+            # some rows of the official file are torn in two, and left out by everyone
+            table = table[table[spec.label] != ""]
+        texts = list(zip(*(table[column] for column in spec.texts), strict=True))
+        return texts, [_label(spec, text) for text in table[spec.label]]
 
 
-def _label(where: str, spec: Spec, text: str) -> float:
-    if text in spec.labels:
-        return spec.labels.index(text)
-    try:
-        if not spec.labels and math.isfinite(score := float(text)):
-            return score
-    except ValueError:
-        pass
-    raise ConfigError(
-        f"{where}: {spec.label} is {text!r}, where it takes {' or '.join(spec.labels) or 'a number'}"
-    )
-
-
-def _from_hub(task: str, spec: Spec, split: str) -> Rows:
-    import datasets
-
-    try:
-        with quiet_hub():
-            table = datasets.load_dataset("nyu-mll/glue", task, split=split)
-    except (OSError, ValueError, RuntimeError) as error:
-        line = textwrap.shorten(str(error) or type(error).__name__, 300)
-        raise ConfigError(
-            f"dataset=glue: there is no glue/{spec.folder} in {storage.data_folder()} (NMRUN_DATA), "
-            f"and Hugging Face's datasets cannot load it ({line})"
-        ) from None
-    return list(
-        zip(*(table[column] for column in spec.hub_texts or spec.texts), strict=True)
-    ), list(table["label"])
+def _label(spec: Spec, text: str) -> float:
+    if not spec.labels:
+        return float(text)
+    if text not in spec.labels:
+        raise ValueError(f"{spec.label} is {text!r}, where it takes {' or '.join(spec.labels)}")
+    return spec.labels.index(text)
 
 
 GOOD = ("good", "great", "fine", "lovely", "superb", "bright", "clever", "charming")

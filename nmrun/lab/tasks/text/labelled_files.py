@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-import textwrap
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nmrun.errors import ConfigError, needs
-from nmrun.lab.keys.datasets import LabelledText
+from nmrun.errors import ConfigError, refused
+from nmrun.lab.keys.datasets import SCORES, LabelledText
 from nmrun.lab.tasks import storage
-from nmrun.registry import find
+from nmrun.lab.tasks.hugging_face import rows
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +27,6 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".parquet": ("parquet", {}),
 }
 OF_SCORES = ("pearson", "spearman")
-SHOWN = 10  # labels, of a line that names them
 Rows = tuple[list["Text"], list[Any]]
 
 
@@ -38,7 +35,9 @@ def labelled_text(config: Config, device: torch.device) -> TextClassification:
     of its signature; labels that are all fractions are scores. Raises ConfigError for files and
     columns that are not as they should be, and for a label that no training text has.
     """
-    from nmrun.lab.tasks.text.classification import TextClassification
+    import torch
+
+    from nmrun.lab.tasks.text.classification import TextClassification, scores
 
     options = config.dataset.as_kind(LabelledText)
     files = {"train": options.train, "val": options.val, "test": options.test}
@@ -49,56 +48,49 @@ def labelled_text(config: Config, device: torch.device) -> TextClassification:
     names = [] if scored else sorted(set(labels), key=lambda label: (str(type(label)), label))
     if len(names) == 1:
         raise ConfigError(f"dataset.train={options.train}: all its labels are {names[0]!r}")
-    _check_metric(options, len(names))
-    number = {name: place for place, name in enumerate(names)}
-    numbered = {
-        split: (texts, labels if scored else [_number(number, label, split) for label in labels])
-        for split, (texts, labels) in splits.items()
-    }
-    task = TextClassification.of(config, numbered, len(names) or 1, (options.metric,), device)
+    if scored and options.metric in set(SCORES) - set(OF_SCORES):
+        raise ConfigError(
+            f"dataset.metric={options.metric}: the labels of {options.train} are fractions, so scores: "
+            f"take {', '.join(OF_SCORES)} or a function"
+        )
+    if not scored:
+        splits = {
+            split: (texts, [_number(names, label, split) for label in labels])
+            for split, (texts, labels) in splits.items()
+        }
+    truth = torch.tensor(splits["train"][1])
+    with refused(f"dataset.metric={options.metric}: ", TypeError, ValueError):
+        scores([options.metric], truth, truth)  # now, and not after the first epoch
+    task = TextClassification.of(config, splits, len(names) or 1, (options.metric,), device)
     task.higher_is_better = options.higher_is_better
     task.signature = {} if scored else {"classes": [str(name) for name in names]}
     return task
 
 
 def _read(path: Path, options: LabelledText) -> Rows:
-    with needs(f"dataset=labelled_text (dataset.train={options.train})", "texts"):
-        import datasets
     if path.suffix not in FORMATS:
         raise ConfigError(f"{path}: it takes {', '.join(FORMATS)}")
     form, how = FORMATS[path.suffix]
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it says of errors, they say
-    try:
-        table = datasets.load_dataset(form, data_files=str(path), split="train", **how)
-    except Exception as error:  # each format has errors of its own
-        cause = error.__cause__ or error
-        line = textwrap.shorten(str(cause) or type(cause).__name__, 300)
-        raise ConfigError(f"{path} cannot be read, or has no rows ({line})") from None
+    table = rows(f"dataset=labelled_text: {path}", form, data_files=str(path), split="train", **how)
     # pandas takes the first column for the rows' names where each row has one more than the header
     if "__index_level_0__" in table.column_names:
         raise ConfigError(
             f"{path}: its rows have more columns than its header: a text with a comma is in quotes"
         )
     columns = [options.column, *([options.pair] if options.pair else []), options.label]
-    for column in columns:
-        if columns.count(column) > 1:
-            raise ConfigError(f"dataset.column, pair and label: {column!r} is two of them")
-        if column not in table.column_names:
-            has = ", ".join(table.column_names)
-            raise ConfigError(f"{path}: there is no column {column!r}; it has {has}")
+    if missing := [column for column in columns if column not in table.column_names]:
+        has = ", ".join(table.column_names)
+        raise ConfigError(f"{path}: there is no column {missing[0]!r}; it has {has}")
     *texts, labels = (list(table[column]) for column in columns)
-    for column, values in zip(columns, (*texts, labels), strict=True):
-        kind = "label" if column == options.label else "text"
-        for row, value in enumerate(values, 1):
-            if value is None:
-                raise ConfigError(
-                    f"{path}: {column} of row {row} is missing: empty, or a word such as NA or null"
-                )
-            if kind == "text" and not isinstance(value, str):
-                raise ConfigError(f"{path}: {column} of row {row} is {value!r}, and no text")
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ConfigError(f"{path}: {column} of row {row} is {value}")
+    for number, (*some, label) in enumerate(zip(*texts, labels, strict=True), 1):
+        odd = [text for text in some if not isinstance(text, str)]
+        if label is None or (isinstance(label, float) and not math.isfinite(label)):
+            odd.append(label)
+        if odd:
+            raise ConfigError(
+                f"{path}: row {number} has {odd[0]}, which is no text or no label; nothing, and words such as "
+                "NA and null, are None"
+            )
     return list(zip(*texts, strict=True)), labels
 
 
@@ -115,25 +107,9 @@ def cut(splits: dict[str, Rows], options: LabelledText) -> None:
     splits["train"] = [texts[row] for row in order], [labels[row] for row in order]
 
 
-def _check_metric(options: LabelledText, classes: int) -> None:
-    """Refuse a metric that would fail, or mean nothing, after the first epoch; 0 classes: scores."""
-    said = f"dataset.metric={options.metric}"
-    if "." in options.metric:
-        find("dataset.metric", options.metric, {})
-    elif classes == 0 and options.metric not in OF_SCORES:
+def _number(names: list[Any], label: Any, split: str) -> int:
+    if label not in names:
         raise ConfigError(
-            f"{said}: the labels of {options.train} are fractions, so scores: "
-            f"take {', '.join(OF_SCORES)} or a function"
+            f"the {split} texts have the label {label!r}, which none for training has"
         )
-    elif options.metric == "f1" and classes > 2:
-        raise ConfigError(f"{said}: it takes two classes, and {options.train} has {classes}")
-
-
-def _number(numbers: Mapping[Any, int], label: Any, split: str) -> int:
-    if label not in numbers:
-        known = ", ".join(repr(each) for each in list(numbers)[:SHOWN])
-        more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
-        raise ConfigError(
-            f"the {split} texts have the label {label!r}, and those for training {known}{more}"
-        )
-    return numbers[label]
+    return names.index(label)

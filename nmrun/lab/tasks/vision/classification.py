@@ -177,15 +177,12 @@ class Classification(ItemBatches, Categorical):
 
 def check_labelled(split: str, images: Any, labels: Any, classes: int) -> None:
     """ConfigError where a split of the user's own is not images with a class each."""
-    takes = f"it takes tensors, images (N, ...) and labels (N,) of int64, 0 to {classes - 1}"
-    if not (isinstance(images, Tensor) and isinstance(labels, Tensor)):
-        raise ConfigError(f"{split}: {type(images).__name__}, {type(labels).__name__}: {takes}")
-    if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
-        dtype = str(labels.dtype).removeprefix("torch.")
-        given = f"images {tuple(images.shape)}, labels {tuple(labels.shape)} of {dtype}"
-        raise ConfigError(f"{split}: {given}: {takes}")
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        raise ConfigError(f"{split}: labels {int(labels.min())} to {int(labels.max())}: {takes}")
+    right = isinstance(images, Tensor) and isinstance(labels, Tensor)
+    right = right and labels.dtype == torch.int64 and labels.shape == images.shape[:1]
+    if not right or (len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes):
+        raise ConfigError(
+            f"{split}: it takes tensors, images (N, ...) and labels (N,) of int64, 0 to {classes - 1}"
+        )
 
 
 def signature(

@@ -5,17 +5,12 @@ They are held in memory, but for ImageNet, which is read from the disk during tr
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import os
-import platform
-import socket
 import tarfile
 import tempfile
-import textwrap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nmrun.errors import ConfigError, first_line, refused
+from nmrun.errors import ConfigError, refused
 from nmrun.lab.keys.datasets import Digits, ImageFolder, ImageNet, Images
 from nmrun.lab.runs import documents
 from nmrun.lab.tasks import storage
@@ -45,7 +40,6 @@ FILES = {  # torchvision's class, the folder of its files, and images under othe
     "cifar100": ("CIFAR100", "cifar-100-python", ()),
     "fashion_mnist": ("FashionMNIST", "FashionMNIST", ()),
 }
-SECONDS_TO_ANSWER = 20.0  # of a server, before the download is given up
 
 
 def torchvision_files(config: Config, device: torch.device) -> Classification:
@@ -73,17 +67,12 @@ def read_torchvision(name: str) -> tuple[Labelled, Labelled, list[str], Path]:
     or damaged.
     """
     _, folder, others = FILES[name]
-    names = [f"{name}/{folder}", folder, *others]
-    try:
-        place = storage.find(name, names, "it is downloaded")
-    except ConfigError as missing:
-        place = _download(name, missing)
+    place = storage.path_of(f"{name}/{folder}", folder, *others)
+    if not place.exists():
+        place = _download(name)
     if any(place.match(other) for other in others):
-        with refused(f"dataset={name}: ", ConfigError):
-            loaded = load_folder(place, size=32)
-        if "test" not in loaded.splits:
-            raise ConfigError(f"dataset={name}: {place} has no folders train and test")
-        return loaded.splits["train"], loaded.splits["test"], loaded.classes, place
+        splits, classes = load_folder(place, size=32)
+        return splits["train"], splits["test"], classes, place
     try:
         train, names = _of_torchvision(name, place.parent, train=True)
         test, _ = _of_torchvision(name, place.parent, train=False)
@@ -107,31 +96,23 @@ def _of_torchvision(
     return labelled, list(source.classes)
 
 
-def _download(name: str, missing: ConfigError) -> Path:
+def _download(name: str) -> Path:
     """Download below ``NMRUN_DATA``; nothing half-done is left there."""
     root, place = storage.data_folder(), storage.data_folder() / name / FILES[name][1]
-    waits = socket.getdefaulttimeout()
-    try:
+    failed = f"dataset={name}: it is not in {root} (NMRUN_DATA), and its download failed: "
+    with refused(failed, OSError, RuntimeError):
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".download-", dir=root) as passing:
-            socket.setdefaulttimeout(SECONDS_TO_ANSWER)
             _of_torchvision(name, Path(passing), train=True, download=True)
             place.parent.mkdir(exist_ok=True)
             if not place.exists():  # another process may have downloaded it first
                 os.rename(Path(passing) / place.name, place)
-    except (OSError, RuntimeError) as error:
-        raise ConfigError(
-            f"{missing.problems[0].partition(': it is downloaded')[0]}, and its download failed ({error})"
-        ) from None
-    finally:
-        socket.setdefaulttimeout(waits)
     return place
 
 
 DIGITS = 10
 
 
-@cache
 def load_digits(
     split_seed: int = Digits.split_seed,
     val_fraction: float = Digits.val_fraction,
@@ -143,50 +124,44 @@ def load_digits(
     the same test images. Pixels are normalised by mean and standard deviation of the training
     images.
     """
-    splits = _digits(split_seed, val_fraction, test_fraction)
-    mean, std = _spread(splits["train"][0])
-    return {name: ((images - mean) / std, labels) for name, (images, labels) in splits.items()}
-
-
-def _spread(train: Tensor) -> tuple[Tensor, Tensor]:
-    return train.mean(), train.std()
+    return _digits(split_seed, val_fraction, test_fraction)[0]
 
 
 @cache
-def _digits(split_seed: int, val_fraction: float, test_fraction: float) -> dict[str, Labelled]:
-    """The splits of :func:`load_digits`, with pixels from 0 to 16."""
+def _digits(
+    split_seed: int, val_fraction: float, test_fraction: float
+) -> tuple[dict[str, Labelled], float, float]:
+    """The splits of :func:`load_digits`; mean and standard deviation of pixels from 0 to 16."""
     images, labels = _read_digits()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(split_seed))
     members: dict[str, list[Tensor]] = {"test": [], "val": [], "train": []}
     for digit in range(DIGITS):
         of_class = order[labels[order] == digit]
-        test = round(test_fraction * len(of_class))
-        val = round(val_fraction * len(of_class))
-        if test + val > len(of_class):
+        test, val = (round(share * len(of_class)) for share in (test_fraction, val_fraction))
+        sizes = [test, val, len(of_class) - test - val]
+        if min(sizes) < 1:
             raise ConfigError(
                 f"dataset.val_fraction={val_fraction} and dataset.test_fraction={test_fraction} "
-                "are more than all images together"
+                "leave no image of a class for a split"
             )
-        parts = of_class.split([test, val, len(of_class) - test - val])
-        for part, rows in zip(members.values(), parts, strict=True):
+        for part, rows in zip(members.values(), of_class.split(sizes), strict=True):
             part.append(rows)
     split_rows = {name: torch.cat(parts) for name, parts in members.items()}
-    if empty := [name for name, rows in split_rows.items() if not len(rows)]:
-        raise ConfigError(
-            f"dataset.val_fraction={val_fraction} and dataset.test_fraction={test_fraction} "
-            f"leave no image for {empty[0]}"
-        )
-    return {name: (images[rows], labels[rows]) for name, rows in split_rows.items()}
+    train = images[split_rows["train"]]
+    mean, std = float(train.mean()), float(train.std())
+    splits = {
+        name: ((images[rows] - mean) / std, labels[rows]) for name, rows in split_rows.items()
+    }
+    return splits, mean, std
 
 
 def digits(config: Config, device: torch.device) -> Classification:
     """Build the task of the config's ``dataset`` group, as :func:`nmrun.lab.tasks.build` says."""
     options = config.dataset.as_kind(Digits)
-    division = options.split_seed, options.val_fraction, options.test_fraction
-    mean, std = map(float, _spread(_digits(*division)["train"][0]))
+    splits, mean, std = _digits(options.split_seed, options.val_fraction, options.test_fraction)
     return Classification.of(
         config,
-        load_digits(*division),
+        splits,
         DIGITS,
         device,
         names=[str(digit) for digit in range(DIGITS)],
@@ -197,66 +172,34 @@ def digits(config: Config, device: torch.device) -> Classification:
 def _read_digits() -> tuple[Tensor, Tensor]:
     """Images (0 to 16) and labels as of sklearn, without the seconds that its import takes."""
     package = importlib.util.find_spec("sklearn")
-    if package is None or package.origin is None:
-        raise ModuleNotFoundError(
-            "the digits data set comes with scikit-learn, which is not installed"
-        )
-    table = torch.from_numpy(
-        np.loadtxt(
-            Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=","
-        )
-    )
+    assert package is not None
+    assert package.origin is not None
+    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    table = torch.from_numpy(np.loadtxt(file, delimiter=","))
     return table[:, :-1].float().view(-1, 1, 8, 8), table[:, -1].long()
 
 
 SPLITS = ("train", "val", "test")
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """uint8 images (N, 3, size, size) and int64 labels (N,) of the splits that are there; height and
-    width of the smallest and of the largest file."""
-
-    splits: dict[str, Labelled]
-    classes: list[str]
-    range: list[list[int]]
-
-
-def image_folder(config: Config, device: torch.device) -> Any:
+def image_folder(config: Config, device: torch.device) -> Classification:
     options = config.dataset.as_kind(ImageFolder)
-    place = storage.find(
-        "image_folder",
-        [options.path],
-        "dataset.path is a folder with a folder of images for each class",
-    )
-    with refused("dataset=image_folder: ", ConfigError):
-        loaded = load_folder(place, options.resolution)
-    sizes = options.sizes()
-    classes, splits = len(loaded.classes), dict(loaded.splits)
-    shape = loaded.splits["train"][0].shape[1:]
-    side = shape[-1]
+    place = storage.path_of(options.path)
+    splits, names = load_folder(place, options.resolution)
+    shape, classes = splits["train"][0].shape[1:], len(names)
     if "test" not in splits and "val" in splits:
         splits["test"] = splits.pop("val")  # as ImageNet, whose test labels nobody has
-    parts = split(splits["train"], splits.get("test"), classes, val=splits.get("val"), **sizes)
+    test, val = splits.get("test"), splits.get("val")
+    parts = split(splits["train"], test, classes, val=val, **options.sizes())
     return Classification.of(
         config,
         parts,
         classes,
         device,
-        f"{about(parts, shape, classes, place)}{_scaled(loaded, side)}",
-        names=loaded.classes,
-        prepared={"colours": "RGB", "resize": {"shorter_side": side, "crop": side}},
+        about(parts, shape, classes, place),
+        names=names,
+        prepared={"colours": "RGB", "resize": {"shorter_side": shape[-1], "crop": shape[-1]}},
     )
-
-
-def _scaled(loaded: Loaded, side: int) -> str:
-    """What the plan says of images that were not so large; nothing where all were."""
-    smallest, largest = ("x".join(map(str, size)) for size in loaded.range)
-    if smallest == largest == f"{side}x{side}":
-        return ""
-    span = smallest if smallest == largest else f"{smallest} to {largest}"
-    return f"; scaled from {span} (dataset.resolution)"
 
 
 def imagenet(config: Config, device: torch.device) -> ImageStream:
@@ -266,24 +209,19 @@ def imagenet(config: Config, device: torch.device) -> ImageStream:
     from nmrun.lab.tasks.vision.stream import ImageStream
 
     options = config.dataset.as_kind(ImageNet)
-    how = "dataset.path is a folder with train and val, and in each a folder of images for every class"
-    place = storage.find("imagenet", [options.path], how)
-    with refused("dataset=imagenet: ", ConfigError):
-        names, listed = listing(place, ("train", "val"))
-        if "val" not in listed:
-            raise ConfigError(
-                f"there is no {place / 'train'} with a {place / 'val'} beside it: {how}"
-            )
+    place = storage.path_of(options.path)
+    names, listed = listing(place, ("train", "val"))
+    if "val" not in listed:
+        raise ConfigError(
+            f"dataset.path={options.path}: there is no {place / 'train'} with a {place / 'val'} "
+            "beside it, and in each a folder of images for every class"
+        )
     samples = listed["train"] + listed["val"]
-    paths, labels = (
-        np.array([path.encode() for path, _ in samples]),
-        torch.tensor([label for _, label in samples]),
-    )
-    rows, trained = torch.arange(len(samples)), len(listed["train"])
-    sizes = options.sizes()
-    classes = len(names)
+    paths = np.array([path.encode() for path, _ in samples])
+    labels = torch.tensor([label for _, label in samples])
+    rows, trained, classes = torch.arange(len(samples)), len(listed["train"]), len(names)
     pool, test = (rows[:trained], labels[:trained]), (rows[trained:], labels[trained:])
-    parts = split(pool, test, classes, **sizes)
+    parts = split(pool, test, classes, **options.sizes())
     description = about(parts, (3, options.resolution, options.resolution), classes, place)
     return ImageStream(config, paths, parts, classes, device, description, names)
 
@@ -291,34 +229,32 @@ def imagenet(config: Config, device: torch.device) -> ImageStream:
 PHOTO, SMALL = 224, 64  # the side of photos, and what images may have that keep their size
 
 
-def load_folder(place: Path, size: int | None) -> Loaded:
+def load_folder(place: Path, size: int | None) -> tuple[dict[str, Labelled], list[str]]:
     """All images of a folder, or of a tar archive of one, centred and scaled to ``size`` pixels a
-    side, of None to those of ``dataset.resolution=null``. They are decoded once, and cached.
+    side, of None to those of ``dataset.resolution=null``: uint8 (N, 3, size, size) and int64 labels
+    (N,) of the splits that are there, and the names of the classes. They are decoded once, and cached.
 
     The folder has a folder for each of ``train``, ``val`` and ``test`` (some may be missing) with
     one for each class in it. Or it has the classes' folders themselves, all of which is ``train``
     then. Raises ConfigError for a folder that is not so.
     """
     if place.is_file():
-        arrays = storage.cached(["images", "range", size], [place], lambda: _unpack(place, size))
+        arrays = storage.cached(["images", size], [place], lambda: _unpack(place, size))
     else:
         classes, listed = listing(place)
         paths = [Path(path) for samples in listed.values() for path, _ in samples]
         # links may bring the same files under other classes
         labels = {part: [label for _, label in samples] for part, samples in listed.items()}
         arrays = storage.cached(
-            ["images", "range", size, classes, labels],
-            paths,
-            lambda: _decode_all(classes, listed, size),
+            ["images", size, classes, labels], paths, lambda: _decode_all(classes, listed, size)
         )
-    present = [part for part in SPLITS if f"{part}_images" in arrays]
-    copied = {
-        name: torch.from_numpy(np.array(array))
-        for name, array in arrays.items()
-        if name not in ("classes", "range")
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    splits = {
+        part: (tensors[f"{part}_images"], tensors[f"{part}_labels"])
+        for part in SPLITS
+        if f"{part}_images" in tensors
     }
-    splits = {part: (copied[f"{part}_images"], copied[f"{part}_labels"]) for part in present}
-    return Loaded(splits, arrays["classes"].tolist(), arrays["range"].tolist())
+    return splits, os.fsdecode(arrays["classes"].tobytes()).split(os.sep)
 
 
 def listing(
@@ -337,12 +273,8 @@ def listing(
     classes: list[str] = []
     listed: dict[str, list[tuple[str, int]]] = {}
     for part, folder in folders.items():
-        try:
+        with refused(f"{folder}: ", OSError):
             source = ImageFolder(str(folder))
-        except (FileNotFoundError, NotADirectoryError) as error:
-            why = str(error).split(" Supported")[0].rstrip(".")
-            why = textwrap.shorten(why, 120, placeholder=" ...")  # it lists the classes
-            raise ConfigError(f"{folder}: {why}") from None
         classes = classes or source.classes
         if source.classes != classes:
             odd = sorted({*source.classes} ^ {*classes})[0]
@@ -356,33 +288,29 @@ def listing(
 def _decode_all(
     classes: list[str], listed: dict[str, list[tuple[str, int]]], size: int | None
 ) -> dict[str, NDArray[Any]]:
-    sizes = _sizes([path for samples in listed.values() for path, _ in samples])
     if size is None:
-        median = int(np.sort(sizes.min(1))[len(sizes) // 2])
-        size = median if median <= SMALL else PHOTO
-    by_area = sizes[np.argsort(sizes.prod(1), kind="stable")]
-    arrays: dict[str, NDArray[Any]] = {"classes": np.array(classes), "range": by_area[[0, -1]]}
+        size = _usual_side([path for samples in listed.values() for path, _ in samples])
+    names = os.fsencode(os.sep.join(classes))  # which no name of a folder has in it
+    arrays: dict[str, NDArray[Any]] = {"classes": np.frombuffer(names, np.uint8)}
     for part, samples in listed.items():
         arrays[f"{part}_images"] = _pixels([path for path, _ in samples], size)
         arrays[f"{part}_labels"] = np.array([label for _, label in samples])
     return arrays
 
 
-def _sizes(paths: Sequence[str]) -> NDArray[np.int64]:
-    """Height and width of each file, by its head alone: (N, 2)."""
+def _usual_side(paths: Sequence[str]) -> int:
+    """The shorter side of the median image, by the heads of the files alone; of photos ``PHOTO``."""
     from PIL import Image
 
+    def shorter(path: str) -> int:
+        with Image.open(path) as file:
+            return min(file.size)
+
     kinds = OSError, SyntaxError, Image.DecompressionBombError
-
-    def size(path: str) -> tuple[int, int]:
-        with (
-            refused(f"{path} is damaged, or not an image: ", *kinds),
-            Image.open(path) as file,
-        ):
-            return file.height, file.width
-
-    with ThreadPoolExecutor() as threads:
-        return np.array(list(threads.map(size, paths)), dtype=np.int64)
+    with ThreadPoolExecutor() as threads, refused("", *kinds):
+        sides = sorted(threads.map(shorter, paths))
+    median = sides[len(sides) // 2]
+    return median if median <= SMALL else PHOTO
 
 
 def _pixels(paths: Sequence[str], size: int) -> NDArray[np.uint8]:
@@ -423,28 +351,16 @@ def decode(path: str, size: int) -> NDArray[np.uint8]:
 
 
 def _unpack(archive: Path, size: int | None) -> dict[str, NDArray[Any]]:
-    if not hasattr(tarfile, "data_filter"):
-        raise ConfigError(
-            f"Python {platform.python_version()} has no safe way to unpack {archive}; "
-            "unpack it into a folder, or take Python 3.11.4 or newer"
-        )
-    with tempfile.TemporaryDirectory(prefix="nmrun-") as folder:
-        try:
-            with tarfile.open(archive) as tar:
-                tar.extractall(folder, filter="data")
-            inside = Path(folder)
-            while len(entries := list(inside.iterdir())) == 1 and entries[0].is_dir():
-                inside = entries[0]
-            return _decode_all(*listing(inside), size)
-        except (tarfile.TarError, OSError, EOFError) as error:
-            if isinstance(error, OSError) and error.errno in FULL:
-                raise ConfigError(
-                    f"{archive} is unpacked in {tempfile.gettempdir()}, where no "
-                    "space is left: free some, or set TMPDIR to another folder"
-                ) from None
-            raise ConfigError(
-                f"{archive} is damaged, or not a tar archive ({first_line(error)})"
-            ) from None
+    with (
+        tempfile.TemporaryDirectory(prefix="nmrun-") as folder,
+        refused(f"{archive} cannot be unpacked: ", tarfile.TarError, OSError, EOFError),
+    ):
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")
+        inside = Path(folder)
+        while len(entries := list(inside.iterdir())) == 1 and entries[0].is_dir():
+            inside = entries[0]
+        return _decode_all(*listing(inside), size)
 
 
 def split(

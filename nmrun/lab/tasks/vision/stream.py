@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,18 +13,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
+from nmrun.errors import RunError
+from nmrun.lab import ranks, signals
 from nmrun.lab.keys.datasets import ImageNet
 from nmrun.lab.runs import documents
 from nmrun.lab.tasks.base import Batch, batches_of_rank, generator, limited, thinned, watched
-from nmrun.lab.tasks.items import ItemReader, Key
 from nmrun.lab.tasks.vision.augmentation import Augment, Share
 from nmrun.lab.tasks.vision.classification import Classification, Normalise, signature
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
 
+Key = tuple[int, int]  # epoch and row of an image; epoch -1 is an evaluation
 # ImageNet's
 MEAN, STD = (
     torch.tensor([0.485, 0.456, 0.406]) * 255,
@@ -82,15 +85,13 @@ class ImageStream(Classification):
         self._labels = torch.empty(len(paths), dtype=torch.int64)
         for rows, labels in splits.values():
             self._labels[rows] = labels
-        self.reader = ItemReader(
+        self.reader = Reader(
             self.files,
-            _collate,
             splits["train"][0],
-            config.seed,
             self.batch_size,
             self.batches_per_epoch,
             options.workers,
-            device.type == "cuda",
+            pinned=device.type == "cuda",
         )
 
     def _read_share(self, epoch: int, index: int, share: Share) -> Batch:
@@ -101,7 +102,8 @@ class ImageStream(Classification):
     ) -> Iterator[tuple[Tensor, Tensor, bool]]:
         rows = self.splits[split][0].split(self.batch_size)
         share = batches_of_rank(len(rows), rank, world)
-        read = self.reader.evaluated([rows[number].tolist() for number, _ in share])
+        keys = [[(-1, row) for row in rows[number].tolist()] for number, _ in share]
+        read = self.reader.read(keys)
         for batch, (_, counts) in zip(read, watched(share), strict=True):
             images, labels = self._on_device(*batch)
             yield self.normalise(images), labels, counts
@@ -174,6 +176,90 @@ class ImageFiles(Dataset[tuple[Tensor, int, str]]):
             layout, (self.size, self.size), mode="bilinear", antialias=True
         )[0].permute(1, 2, 0)
         return image.flip(1) if mirrored else image
+
+
+class Reader:
+    """Batches of images and rows that are read ahead, while the training uses earlier ones.
+
+    Each epoch is a fresh permutation of the training ``rows`` (N,), a pure function of (seed,
+    epoch). A run that begins in the middle of an epoch begins to read there. ``workers`` processes
+    read; 0: the training's own; None: one for each core of this rank.
+    """
+
+    def __init__(
+        self,
+        files: ImageFiles,
+        rows: Tensor,
+        batch_size: int,
+        batches_per_epoch: int,
+        workers: int | None,
+        pinned: bool,
+    ) -> None:
+        self.files, self.rows, self.pinned = files, rows, pinned
+        self.batch_size, self.batches_per_epoch = batch_size, batches_per_epoch
+        own_cores = max(1, (os.cpu_count() or 1) // ranks.local_world())
+        self.workers = own_cores if workers is None else workers
+        self.close()
+
+    def training(self, epoch: int, index: int, share: list[int]) -> Batch:
+        """The images at the places ``share`` of a batch. Raises RunError for a damaged file."""
+        if self._next != (epoch, index, share):
+            self._batches = self.read(self.keys(epoch, index, share))
+        batch = next(self._batches)
+        ends = index + 1 == self.batches_per_epoch
+        self._next = (epoch + 1, 0, share) if ends else (epoch, index + 1, share)
+        return batch
+
+    def read(self, keys: Iterable[list[Key]]) -> Iterator[Batch]:
+        """Batches of these keys."""
+        loader = DataLoader(
+            self.files,
+            batch_sampler=keys,
+            num_workers=self.workers,
+            collate_fn=_collate,
+            pin_memory=self.pinned,
+            worker_init_fn=_begin,
+            # else it draws from torch's own, which a resumed run would notice
+            generator=torch.Generator(),
+        )
+        return _checked(loader)
+
+    def keys(self, epoch: int, index: int, share: list[int]) -> Iterator[list[Key]]:
+        """The images ``share`` of this batch and of those after it, without end."""
+        size, count = self.batch_size, self.batches_per_epoch
+        return _keys(self.rows, self.files.seed, size, count, epoch, index, share)
+
+    def close(self) -> None:
+        """End the processes that read."""
+        self._next: tuple[Any, ...] = ()
+        self._batches: Iterator[Batch] = iter(())
+
+
+# Functions, so that no generator holds the `Reader` that holds it: torch waits five seconds for each
+# process of a loader that is collected as part of a cycle.
+
+
+def _checked(loader: DataLoader[Any]) -> Iterator[Batch]:
+    with signals.blocked_while_forking():
+        batches = iter(loader)
+    for images, rows, problem in batches:
+        if problem:
+            raise RunError(problem)
+        yield images, rows
+
+
+def _keys(
+    rows: Tensor, seed: int, size: int, count: int, epoch: int, index: int, share: list[int]
+) -> Iterator[list[Key]]:
+    while True:
+        order = rows[torch.randperm(len(rows), generator=generator(seed, epoch))]
+        for first in range(index * size, count * size, size):
+            yield [(epoch, row) for row in order[first : first + size][share].tolist()]
+        epoch, index = epoch + 1, 0
+
+
+def _begin(worker: int) -> None:
+    signals.left_to_parent()
 
 
 def _collate(items: list[tuple[Tensor, int, str]]) -> tuple[Tensor, Tensor, str]:
