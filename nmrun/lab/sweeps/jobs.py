@@ -140,7 +140,7 @@ def _launch_side_by_side(folder: Path, asked: Command, flags: list[str]) -> int:
         tell([f"some finished before {', '.join(names)} changed; force=true runs all again"])
     if missing and not asked.detach:
         place = shlex.quote(asked.output_dir)
-        watch = f"nmrun status --watch {place} shows how far they are"
+        watch = f"nmrun status {place} shows how far they are"
         print(f"jobs side by side: {watch}", flush=True)
     with (
         workers.Sweeper(folder, waits=asked.known.signals is not None) as sweeper,
@@ -160,7 +160,7 @@ def _launch_side_by_side(folder: Path, asked: Command, flags: list[str]) -> int:
             place = shlex.quote(asked.output_dir)
             raise RunError(
                 f"launcher={asked.launcher}: {type(error).__name__}: {first_line(error)}; "
-                f"nmrun status --watch {place} shows whether jobs go on"
+                f"nmrun status {place} shows whether jobs go on"
             ) from None
     return status if sweeper.caught is None else 128 + sweeper.caught
 
