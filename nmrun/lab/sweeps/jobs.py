@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
         if not leads():
             return status
         lines, bad = sweep.summary(folder)
-        lines = "\n".join([*sweep.planned(folder), lines, *sweep.lines(folder)])
+        lines = "\n".join([lines, *sweep.lines(folder)])
     print(lines)
     return max(status, bad)
 
@@ -293,11 +293,7 @@ def run_job(
     mistake.
     """
     began = time.monotonic()
-    head = sweep.title(folder, number, overrides)
-    if asked.dry:
-        output.waiting(head)  # a list of all follows at the end
-    else:
-        print(head, flush=True)
+    print(sweep.title(folder, number, overrides), flush=True)
     outcome = _outcome_of(asked, folder.name, command, begins)
     if leads():
         sweep.add(folder, outcome, overrides, time.monotonic() - began, number)

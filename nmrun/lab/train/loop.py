@@ -21,7 +21,6 @@ from nmrun.lab.signals import Signals
 from nmrun.lab.train import checkpoint
 from nmrun.lab.train.build import Parts
 from nmrun.lab.train.console import Console, RunProgress
-from nmrun.lab.train.flops import peak_flops
 from nmrun.lab.train.steps import (
     TrainingSteps,
     broken,
@@ -234,7 +233,7 @@ class Loop:
                 improved = self.evaluation.improved
                 line = self.progress.epoch(best=improved)
                 self.console.detail(f"  {line}", style="green" if improved else "")
-            self.console.progress(self.progress.status)
+            self.console.progress(self.progress.bar)
             if self.steps.step < self.parts.total_steps and not self.evaluation.is_patient:
                 self._say_early()
 
@@ -334,21 +333,13 @@ class Loop:
         self._window = (time.perf_counter(), self.steps.step, self.steps.items)
 
     def _speed(self) -> dict[str, float]:
-        """Steps and items (images, tokens) a second and, where the device's peak is known, ``mfu``.
-
-        That is the share of it that a dense network's FLOPs take up (model FLOPs utilisation,
-        Chowdhery et al. 2022, appendix B).
-        """
+        """Steps and items (images, tokens) a second."""
         began, step, items = self._window
         seconds = time.perf_counter() - began
-        peak = peak_flops(self.parts.device, self.parts.precision)
-        row = {
+        return {
             "steps_per_second": (self.steps.step - step) / seconds,
             "items_per_second": (self.steps.items - items) / seconds,
         }
-        if peak is not None:
-            row["mfu"] = row["items_per_second"] * self.parts.cost.dense / (peak * ranks.world())
-        return row
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -459,7 +459,7 @@ def test_the_plan_is_on_the_screen_before_products_are_timed(
 
     monkeypatch.setattr(compiler, "processor_flags", lambda: frozenset({"avx512_bf16"}))
     monkeypatch.setattr(build, "WORTH_BF16", (1, 1))
-    monkeypatch.setattr(build, "_accelerated", timed)
+    monkeypatch.setattr(build, "_choices", timed)
     words = (f"trainer.precision={precision}", "trainer.epochs=1", "trainer.limit_batches=1")
     run(config(tmp_path, *words, "dry=true"))
     cfg = config(tmp_path, *words)
