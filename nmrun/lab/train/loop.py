@@ -23,7 +23,6 @@ from nmrun.lab.train.build import Parts
 from nmrun.lab.train.console import Console, RunProgress
 from nmrun.lab.train.steps import (
     TrainingSteps,
-    broken,
     is_finite,
     log_interval,
     synchronize,
@@ -154,10 +153,8 @@ class Evaluation:
             metrics |= activations.shares(ranks.total(sums))
         name = "eval" if split == "val" else split
         if not math.isfinite(metrics.get("loss", 0.0)):
-            names = broken(self.model)
-            where = f"parameter {names[0]}" if names else "an output, of finite weights"
             what = f"{name}/loss is {metrics['loss']}"
-            raise RunError(self.steps.not_finite(self.steps.step, what, where))
+            raise RunError(self.steps.not_finite(self.steps.step, what))
         return {f"{name}/{prefix}{key}": value for key, value in metrics.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -352,8 +349,8 @@ class Loop:
         weights = self.strategy.final_state_dict()
         wrong = [name for name, part in weights.items() if not is_finite(local(part))]
         if wrong := sorted({name for names in ranks.gathered(wrong) for name in names}):
-            what = "the last update broke the weights"
-            raise RunError(self.steps.not_finite(self.steps.step, what, f"parameter {wrong[0]}"))
+            what = f"parameter {wrong[0]} is not finite"
+            raise RunError(self.steps.not_finite(self.steps.step, what))
         self.handle.finalize()
         return weights
 
