@@ -48,13 +48,13 @@ class Tracker:
         mark: list[int] | None = None,
     ) -> None:
         path = folder / METRICS
-        rows, damaged = documents.read_lines(path) if step else ([], [])
+        rows = documents.read_lines(path)[0] if step else []
         history = [row for row in rows if _step(row) <= step]
         lines = [f"{json.dumps(row)}\n" for row in history]
         self.mark = [0, 0]
         for line in lines:
             self._count(line)
-        self.events = _lost(self.mark, mark, damaged)
+        self.events = _lost(self.mark, mark)
         atomic.write(path, "".join(lines))
         self._path, self._file = path, path.open("a")
         self._say = say
@@ -137,12 +137,11 @@ def _step(row: dict[str, Any]) -> float:
     return step if type(step) is int else math.inf
 
 
-def _lost(actual: list[int], expected: list[int] | None, damaged: list[int]) -> list[str]:
+def _lost(actual: list[int], expected: list[int] | None) -> list[str]:
     """A message about rows that the checkpoint counts on and that are missing."""
     if expected is None or actual == expected:
         return []
-    where = f" (damaged: line {', '.join(map(str, damaged))})" if damaged else ""
-    return [f"metrics.jsonl: not the {expected[0]} rows that were logged; it was changed{where}"]
+    return [f"metrics.jsonl: not the {expected[0]} rows that were logged; it was changed"]
 
 
 MLFLOW_ID = "nmrun.id"  # the tag by which a resumed run finds its own
