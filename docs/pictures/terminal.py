@@ -38,7 +38,7 @@ def main() -> None:
         os.chdir(folder)
 
         def trains(lines: list[str]) -> bool:
-            return any(line.lstrip().startswith(AT) and "%" in line for line in lines)
+            return any(line.lstrip().startswith(AT) and " < " in line for line in lines)
 
         draw("run", [*prompt(RUN), *recorded(f"{RUN} track=local output_dir=apart", trains)])
         swept = recorded(f"{SWEEP} track=local")

@@ -26,7 +26,7 @@ from nmrun.fast.gpu.linear import SemiStructuredProducts
 from nmrun.fast.gpu.semi_structured import MASKED
 from nmrun.fast.measurement import Choice, Times
 from nmrun.lab.config.identity import identity
-from nmrun.lab.train import build, console
+from nmrun.lab.train import build
 from nmrun.lab.train.flops import densities
 
 CALLS = itertools.count()
@@ -624,7 +624,7 @@ def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = config(tmp_path, *network)
     parts = build.build(plain)
     assert [choice.path for choice in parts.accelerated] == ["compressed", "compressed"]
-    assert "  N:M products in 2 of 2 sparse layers" in console.plan_lines(plain, parts)
+    assert "N:M products in 2 of 2 sparse layers" in measurement.lines(parts.accelerated)
     assert identity(config(tmp_path, *network, "trainer.acceleration=off")) == identity(plain)
     assert build.build(config(tmp_path, *network, "trainer.acceleration=off")).accelerated == []
     pruned = config(tmp_path, *network, "trainer.input_gradient=double_prune")

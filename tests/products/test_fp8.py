@@ -17,11 +17,12 @@ from torch._subclasses import FakeTensorMode
 
 import nmrun
 from nmrun.errors import ConfigError
+from nmrun.fast import measurement
 from nmrun.fast.acceleration import accelerate
 from nmrun.fast.gpu import linear, probe, semi_structured
 from nmrun.fast.gpu.kernels import cusparselt
 from nmrun.fast.gpu.linear import SemiStructuredProducts
-from nmrun.lab.train import build, console
+from nmrun.lab.train import build
 from nmrun.products import simulation
 
 
@@ -233,8 +234,8 @@ def test_what_is_said(tmp_path, monkeypatch):
         "trainer.fp8=true",
     )
     settings = config(tmp_path, *network)
-    lines = console.plan_lines(settings, build.build(settings))
-    assert "  N:M products in 2 of 2 sparse layers" in lines
+    lines = measurement.lines(build.build(settings).accelerated)
+    assert "N:M products in 2 of 2 sparse layers" in lines
     assert any("FP8 simulated 6.000 ms, cusparselt_fp8 4.000 ms (1.50x)" in line for line in lines)
     by_name = build.build(config(tmp_path, *network, "trainer.acceleration=cusparselt_fp8"))
     assert [choice.path for choice in by_name.accelerated] == ["cusparselt_fp8"] * 2

@@ -133,7 +133,7 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
     with recorded(asked, command) as folder:
         for outcome in jobs.run_jobs(folder, asked.jobs, config_dir, folders.append):
             raise_interrupt(outcome)
-        print("\n".join([*record.planned(folder), record.summary(folder)[0]]))
+        print(record.summary(folder)[0])
     runs = collect(folders)
     if runs.empty:
         if asked.dry:

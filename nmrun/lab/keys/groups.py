@@ -94,7 +94,7 @@ class Run(Group):
     detach: Annotated[
         bool,
         FLAG,
-        "with launcher=slurm: submit the jobs and return; nmrun status --watch follows them",
+        "with launcher=slurm: submit the jobs and return; nmrun status shows how far they are",
     ] = False
 
 

@@ -4,9 +4,6 @@ to repeat what did not finish."""
 from __future__ import annotations
 
 import contextlib
-import errno
-import functools
-import json
 import os
 import shlex
 import time
@@ -14,22 +11,20 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nmrun.errors import ConfigError, neutral, tell
 from nmrun.lab.arguments import Parser
 from nmrun.lab.config import command_line
 from nmrun.lab.config.identity import is_in_id
-from nmrun.lab.output import aligned, span
+from nmrun.lab.output import aligned
 from nmrun.lab.records import settings, sweep
-from nmrun.lab.runs import locks, run_folder
+from nmrun.lab.runs import documents, locks, run_folder
 from nmrun.lab.runs.run_folder import CHECKPOINT, CONFIG, METRICS, RESULT, RunFolder, RunFolders
 from nmrun.registry import no_such
 
 STATES = ("finished", "running", "interrupted", "failed", "killed", "damaged")
-PAUSE = 2.0  # seconds between two looks
 MOST_RUNS = 20  # runs that are listed, without --all
-LAST = ("left", "age", "folder")  # columns
+LAST = ("age", "folder")  # columns
 FILES = {CONFIG, RESULT, CHECKPOINT}  # a run's folder has at least one of them
 
 
@@ -42,22 +37,13 @@ class RunState:
     error: str | None = None
     command: str | None = None
 
-    @functools.cached_property
-    def position(self) -> run_folder.Position | None:
-        return run_folder.position_of(self.run.path, self.run.config.get("trainer", {}))
-
-    @property
-    def step(self) -> int | None:
-        """The last in ``metrics.jsonl`` of a run that has not finished."""
-        return self.position.step if self.position and self.state != "finished" else None
-
     @property
     def folder(self) -> str:
         return str(self.run.path)
 
     @property
     def title(self) -> str:
-        return f"{self.state}{'' if self.step is None else f', step {self.step}'}: {self.folder}"
+        return f"{self.state}: {self.folder}"
 
 
 def runs(path: Path, folders: RunFolders | None = None) -> list[RunState]:
@@ -92,7 +78,6 @@ def _has_config(run: RunFolder) -> bool:
     return {"seed", "output_dir"} <= run.config.keys()
 
 
-@functools.cache  # read once, however often --watch looks
 def _tell_left_out(line: str) -> None:
     tell([f"left out: {line}"])
 
@@ -161,10 +146,6 @@ def sweep_lines(folder: Path, running: bool) -> list[str]:
     ]
 
 
-def _block(run: RunState) -> list[str]:
-    return [run.title, *(f"  {line}" for line in (run.error, run.command) if line)]
-
-
 def _tables(states: list[RunState], keys: Sequence[str]) -> list[str]:
     """A table for each data set and model, below their folder: a line for each run."""
     settings_of = {run: _settings(run) for run in states}
@@ -206,50 +187,33 @@ def _row(run: RunState, named: Mapping[str, str], keys: Sequence[str]) -> dict[s
     folder = Path(run.folder)
     row = {"state": run.state, "recipe": named.get("recipe", "")}
     row |= {"ratio": named.get("sparsity", ""), "seed": named.get("seed", "")}
-    row |= {"epoch": "", "step": ""}
-    if (now := run.position) is not None:
-        if run.state != "finished":
-            row |= {"epoch": now.epoch} if now.epoch else {"step": now.steps}
-        name, _, value = now.validation.rpartition(" ")
-        row |= {name: value} if name else {}
-        if run.state == "running" and now.seconds_left is not None:
-            row["left"] = span(now.seconds_left)
+    row |= {"epoch": "", "step": ""} | _progress(run)
     row |= {"age": _age(folder), "folder": folder.absolute().name}
     return row | {key: named.get(key, "") for key in keys}
 
 
+def _progress(run: RunState) -> dict[str, str]:
+    """The epoch of the last row (or the step, where a run's length is in steps), unless the run has
+    finished; and the metric of the last evaluation."""
+    trainer, cells = run.run.config.get("trainer", {}), dict[str, str]()
+    for row in documents.newest_first(run.run.path / METRICS):
+        if not cells and run.state != "finished":
+            unit = "step" if trainer.get("steps") or type(row.get("epoch")) is not int else "epoch"
+            total = None if trainer.get("budget") else trainer.get(f"{unit}s")
+            cells[unit] = str(row.get(unit, "")) + (f"/{total}" if total else "")
+        names = [key for key in row if key.startswith("eval/") and type(row[key]) in (int, float)]
+        if names:
+            name = next((key for key in names if key != "eval/loss"), names[0])
+            return {**cells, name.removeprefix("eval/"): f"{row[name]:.4f}"}
+    return cells
+
+
 def _age(folder: Path) -> str:
-    """How long ago the run last wrote one of its files."""
-    written = 0.0
-    for path in (folder, *(folder / name for name in FILES | {METRICS})):
-        with contextlib.suppress(OSError):
-            written = max(written, path.stat().st_mtime)
-    seconds = max(time.time() - written, 0.0)
+    seconds = max(time.time() - _written(folder), 0.0)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds // length:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def path_option(parser: Parser) -> None:
-    """Add the argument for the folder whose runs a verb is about; :func:`folder_of` reads it."""
-    parser.add_argument(
-        "path",
-        nargs="?",
-        default="outputs",
-        type=Path,
-        help="an output folder, any in it, or a run folder (default: outputs)",
-    )
-
-
-def folder_of(path: Path) -> Path:
-    """The folder of :func:`path_option`. Raises ConfigError if it does not exist or cannot be read."""
-    if not path.is_dir():
-        why = "it is a file; name a folder" if path.exists() else "no such folder"
-        raise ConfigError(f"{path}: {why}")
-    if not os.access(path, os.R_OK | os.X_OK):
-        raise ConfigError(f"{path}: {os.strerror(errno.EACCES)}")
-    return path
 
 
 def main(argv: list[str]) -> int:
@@ -258,11 +222,12 @@ def main(argv: list[str]) -> int:
         description="Show how the runs in a folder and its last sweep stand, also while they run, and "
         "how to repeat what did not finish.",
     )
-    path_option(parser)
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--json", action="store_true", help="the same as JSON, for scripts")
-    kind.add_argument(
-        "--watch", action="store_true", help="follow what runs, until it ends or Ctrl-C"
+    parser.add_argument(
+        "path",
+        nargs="?",
+        default="outputs",
+        type=Path,
+        help="an output folder, any in it, or a run folder (default: outputs)",
     )
     parser.add_argument("--all", action="store_true", help=f"list more than {MOST_RUNS} runs")
     parser.add_argument(
@@ -274,43 +239,12 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     most = None if options.all else MOST_RUNS
     keys = [key for key in options.columns.split(",") if key]
-    path = folder_of(options.path)
-    if options.watch:
-        return _watch(path, most, keys)
+    path = options.path
     last, states = sweeps(path), runs(path)
     if not last and not states:
-        raise ConfigError(f"{path}: no runs in it")
-    if options.json:
-        print(json.dumps(_record(last, states), indent=2))
-    else:
-        print(neutral("\n".join(_lines(path, last, states, most, keys))))
+        raise ConfigError(f"{path}: no runs in it" if path.is_dir() else f"{path}: no such folder")
+    print(neutral("\n".join(_lines(path, last, states, most, keys))))
     return 0
-
-
-def _record(last: list[tuple[Path, bool]], states: list[RunState]) -> dict[str, Any]:
-    records = [(folder, running, sweep.with_ends(folder)) for folder, running in last]
-    entries = [
-        {
-            "folder": str(f),
-            "running": on,
-            "jobs": r.jobs,
-            "done": r.counts(),
-            "left": r.seconds_left() if on else None,
-            "command": r.command,
-        }
-        for f, on, r in records
-    ]
-    rest = [
-        {key: getattr(run, key) for key in ("folder", "state", "error", "step", "command")}
-        for run in states
-        if run.state != "finished"
-    ]
-    return {"sweeps": entries, "runs": _counts(states), "unfinished": rest}
-
-
-def _counts(states: list[RunState]) -> dict[str, int]:
-    count = Counter(run.state for run in states)
-    return {state: count[state] for state in STATES if count[state]}
 
 
 def _lines(
@@ -323,7 +257,8 @@ def _lines(
     """Sweeps, counts, the runs (those that run first, then the unfinished, then the latest), and
     how to repeat those that did not finish or delete those that failed."""
     lines = [line for folder, running in last for line in sweep_lines(folder, running)]
-    counts = ", ".join(f"{number} {state}" for state, number in _counts(states).items())
+    count = Counter(run.state for run in states)
+    counts = ", ".join(f"{count[state]} {state}" for state in STATES if count[state])
     lines.append(f"runs in {path}: {counts or 'none yet'}")
     if not states:
         return lines
@@ -331,34 +266,22 @@ def _lines(
     lines += _tables(head, keys)
     if more := len(states) - len(head):
         lines.append(f"and {more} more: nmrun status --all {shlex.quote(str(path))}")
-    rest = [run for run in head if run.state not in ("finished", "running")]
-    lines += [line for run in rest for line in _block(run)]
+    for run in head:
+        if run.state not in ("finished", "running"):
+            lines += [run.title, *(f"  {line}" for line in (run.error, run.command) if line)]
     if failed := [run.folder for run in states if run.state == "failed"]:
         lines.append(f"to delete what failed: rm -r {shlex.join(failed)}")
     return lines
 
 
-def _rank(run: RunState) -> tuple[int, float]:
-    order = ("running", *STATES[2:], "finished")
-    ended = 0.0
-    if run.state == "finished":
+def _rank(run: RunState) -> tuple[bool, bool, float]:
+    return run.state == "finished", run.state != "running", -_written(run.run.path)
+
+
+def _written(folder: Path) -> float:
+    """When the run last wrote one of its files."""
+    written = 0.0
+    for path in (folder, *(folder / name for name in FILES | {METRICS})):
         with contextlib.suppress(OSError):
-            ended = (Path(run.folder) / RESULT).stat().st_mtime
-    return order.index(run.state) if run.state in order else len(STATES) - 1, -ended
-
-
-def _watch(path: Path, most: int | None, keys: Sequence[str]) -> int:
-    """The same lines, redrawn in place until nothing runs any more."""
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    with Live(console=Console(), auto_refresh=False) as display:
-        while True:
-            last, states = sweeps(path), runs(path)
-            lines = _lines(path, last, states, most, keys) if last or states else ["no runs yet"]
-            display.update(Text(neutral("\n".join(lines))), refresh=True)
-            at_work = any(run.state == "running" for run in states)
-            if not at_work and not any(running for _, running in last):
-                return 0
-            time.sleep(PAUSE)
+            written = max(written, path.stat().st_mtime)
+    return written

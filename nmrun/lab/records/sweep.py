@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from nmrun import atomic
 from nmrun.errors import leads, tell
-from nmrun.lab.config import command_line
-from nmrun.lab.output import aligned, span
+from nmrun.lab.output import span
 from nmrun.lab.records import queue
 from nmrun.lab.runs import documents, locks
 from nmrun.lab.runs.run_folder import RunFolder, make_folder
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from nmrun.lab.config.precheck import Command
 
 HEAD, JOBS = "sweep.json", "jobs.jsonl"
-IN_PLAN = ("recipe", "sparsity", "dry")  # a plan shows these itself, or they are the same for all
-OWN_AXES = ("seed", "sparsity", "output_dir")  # a table averages over these, or shows them anyway
 SWEEP = "NMRUN_SWEEP"  # tells job processes and the sweeper the sweep's folder
 # of jobs, or of seconds since 1970: Python's JSON has NaN and Infinity too
 COUNT = Check("a number", lambda value: isinstance(value, int | float) and abs(value) < 1e12)
@@ -130,7 +127,7 @@ def add(
     number: int | None = None,
 ) -> None:
     """Note the end of a job. ``number`` is that of its note at the beginning, if it has one."""
-    keys = ("status", "folder", "error", "metric", "metrics", "plan", "queue")
+    keys = ("status", "folder", "error", "metric", "metrics", "queue")
     line = {key: outcome.get(key) for key in keys}
     line |= {"overrides": overrides, "seconds": round(seconds, 3), "ended": time.time()}
     _note(folder, line | {"job": number}, "end of this job")
@@ -285,16 +282,9 @@ def is_own(folder: Path) -> bool:
 
 
 def with_ends(folder: Path) -> Record:
-    """The record, with the present state of jobs that were left to another process. A job whose run
-    an earlier job plans counts as skipped, as it would when they run."""
+    """The record, with the present state of jobs that were left to another process."""
     record = read(folder)
-    ends, planned_runs = [_since(line) for line in record.ends], set[str]()
-    for number, line in enumerate(ends):
-        if line["status"] == "planned" and (run := line.get("folder")):
-            if run in planned_runs:
-                ends[number] = {**line, "status": "skipped", "plan": None}
-            planned_runs.add(run)
-    return replace(record, ends=ends)
+    return replace(record, ends=[_since(line) for line in record.ends])
 
 
 def summary(folder: Path) -> tuple[str, int]:
@@ -359,40 +349,9 @@ def _since(line: dict[str, Any]) -> dict[str, Any]:
     return {**line, "status": status, "error": result.result.get("error")}
 
 
-def planned(folder: Path) -> list[str]:
-    """The runs that were only planned, one a line: recipe, ratio, what else is swept, steps, FLOPs."""
-    plans = [line for line in with_ends(folder).ends if line.get("plan")]
-    jobs = [line["overrides"] for line in plans]
-    swept = [key for key in _varying_keys(jobs) if key not in IN_PLAN]
-    rows = []
-    for line in plans:
-        words = {command_line.key(word): word.partition("=")[2] for word in line["overrides"]}
-        recipe, ratio, *rest = line["plan"].items()
-        rows.append(dict([recipe, ratio, *((key, words.get(key, "")) for key in swept), *rest]))
-    cells = [list(rows[0]), *(list(row.values()) for row in rows)] if rows else []
-    return aligned(cells)
-
-
 def lines(folder: Path) -> list[str]:
-    """The commands that show a sweep's results, below its summary; none without a result."""
-    record = read(folder)
-    finished = [line for line in record.ends if line["status"] in ("finished", "skipped")]
-    places = [line["folder"] for line in finished if line.get("folder")]
-    if not places:
-        return []
-    varied = _varying_keys([line["overrides"] for line in record.ends])
+    """The command that shows a sweep's results, below its summary; none without a result."""
+    finished = [line for line in read(folder).ends if line["status"] in ("finished", "skipped")]
     # <dataset>/<model>/<recipe>/<ratio>/<run>
-    above = {str(Path(place).parents[3]) for place in places}
-    paths = above if len(above) == 1 else {str(Path(place).parents[4]) for place in places}
-    rows = [key for key in varied if key not in OWN_AXES]
-    words = ["nmrun", "table", *sorted(paths)]
-    if rows and rows != ["recipe"]:
-        words += ["--rows", ",".join(dict.fromkeys(["recipe", *rows]))]
-    return [f"  {shlex.join(words)}"]
-
-
-def _varying_keys(jobs: Sequence[Sequence[str]]) -> dict[str, None]:
-    """The keys in which jobs differ, in their order. A key that only some jobs have is one."""
-    said = [{command_line.key(word): word.partition("=")[2] for word in words} for words in jobs]
-    keys = dict.fromkeys(key for job in said for key in job)
-    return dict.fromkeys(key for key in keys if len({job.get(key) for job in said}) > 1)
+    paths = {str(Path(line["folder"]).parents[3]) for line in finished if line.get("folder")}
+    return [f"  {shlex.join(['nmrun', 'table', *sorted(paths)])}"] if paths else []

@@ -1,4 +1,4 @@
-"""A run's folder: which files it has, whether they are as the run left them, and how far the run is.
+"""A run's folder: which files it has, and whether they are as the run left them.
 
 A finished run is sealed: ``result.json`` has the size and SHA-256 of each of its files, and a
 SHA-256 of itself. The log and the checkpoint are left out, as they may be removed. The folder is
@@ -12,13 +12,11 @@ import contextlib
 import errno
 import functools
 import hashlib
-import itertools
 import json
 import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -351,63 +349,3 @@ def _hash(result: Mapping[str, Any]) -> str:
     plain = {key: value for key, value in result.items() if key != "sha256"}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-# --- how far the run is ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Position:
-    """The position by the last rows. Where these do not say, texts are empty and numbers None.
-
-    ``epoch`` is ``3/12`` or ``3``, empty where steps are counted; ``steps`` likewise; ``phase``
-    that of the last evaluation, ``validation`` its metric, as in ``accuracy 0.9312``.
-    """
-
-    step: int
-    epoch: str
-    steps: str
-    phase: str
-    validation: str
-    seconds_left: float | None
-
-
-def position_of(folder: Path, trainer: Mapping[str, Any]) -> Position | None:
-    """The position of the run in a folder, with the config's group ``trainer``, as far as it is
-    known; None before the first row."""
-    rows = documents.newest_first(folder / METRICS)
-    last = next((row for row in rows if type(row.get("step")) is int), None)
-    if last is None:
-        return None
-    epochs, total, step, epoch = trainer.get("epochs"), trainer.get("steps"), *_place(last)
-    by_steps = type(total) is int
-    of_epochs = f"/{epochs}" if type(epochs) is int and not trainer.get("budget") else ""
-    phase = validation = ""
-    for row in itertools.chain([last], rows):
-        names = [key for key in row if key.startswith("eval/") and type(row[key]) in (int, float)]
-        if not names:
-            continue
-        name = next((key for key in names if key != "eval/loss"), names[0])
-        validation = f"{name.removeprefix('eval/')} {row[name]:.4f}"
-        if "sparsity/density" in row:
-            phase = "dense" if row["sparsity/density"] == 1 else "sparse"
-        steps, epoch_number = _place(row)
-        # evaluations by epochs are at an epoch's end, which says how many steps it has
-        if of_epochs and not by_steps and epoch_number and type(trainer.get("eval_every")) is int:
-            total = int(trainer["epochs"]) * steps // epoch_number
-        break
-    speed, seconds = last.get("steps_per_second"), None
-    if isinstance(total, int) and isinstance(speed, int | float) and speed > 0:
-        seconds = max(total - step, 0) / speed
-    return Position(
-        step,
-        "" if by_steps or not epoch else f"{epoch}{of_epochs}",
-        f"{step}/{total}" if by_steps else str(step),
-        *(phase, validation, seconds),
-    )
-
-
-def _place(row: Mapping[str, Any]) -> tuple[int, int]:
-    """The step and the epoch of a row; 0 where it does not say."""
-    step, epoch = (row.get(key) for key in ("step", "epoch"))
-    return (step if type(step) is int else 0), (epoch if type(epoch) is int else 0)

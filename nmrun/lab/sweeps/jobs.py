@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
         if not leads():
             return status
         lines, bad = sweep.summary(folder)
-        lines = "\n".join([*sweep.planned(folder), lines, *sweep.lines(folder)])
+        lines = "\n".join([lines, *sweep.lines(folder)])
     print(lines)
     return max(status, bad)
 
@@ -140,7 +140,7 @@ def _launch_side_by_side(folder: Path, asked: Command, flags: list[str]) -> int:
         tell([f"some finished before {', '.join(names)} changed; force=true runs all again"])
     if missing and not asked.detach:
         place = shlex.quote(asked.output_dir)
-        watch = f"nmrun status --watch {place} shows how far they are"
+        watch = f"nmrun status {place} shows how far they are"
         print(f"jobs side by side: {watch}", flush=True)
     with (
         workers.Sweeper(folder, waits=asked.known.signals is not None) as sweeper,
@@ -160,7 +160,7 @@ def _launch_side_by_side(folder: Path, asked: Command, flags: list[str]) -> int:
             place = shlex.quote(asked.output_dir)
             raise RunError(
                 f"launcher={asked.launcher}: {type(error).__name__}: {first_line(error)}; "
-                f"nmrun status --watch {place} shows whether jobs go on"
+                f"nmrun status {place} shows whether jobs go on"
             ) from None
     return status if sweeper.caught is None else 128 + sweeper.caught
 
@@ -293,11 +293,7 @@ def run_job(
     mistake.
     """
     began = time.monotonic()
-    head = sweep.title(folder, number, overrides)
-    if asked.dry:
-        output.waiting(head)  # a list of all follows at the end
-    else:
-        print(head, flush=True)
+    print(sweep.title(folder, number, overrides), flush=True)
     outcome = _outcome_of(asked, folder.name, command, begins)
     if leads():
         sweep.add(folder, outcome, overrides, time.monotonic() - began, number)

@@ -221,8 +221,7 @@ class JobLines:
     def _look(self) -> None:
         record = sweep.read(self.folder)
         for line in record.ends[self._next :]:
-            if line["status"] != "planned":  # a list of all follows at the end
-                print(job_line(self.folder, record, line), flush=True)
+            print(job_line(self.folder, record, line), flush=True)
         self._next = len(record.ends)
         if record.signal is not None and not self._is_signal_told:
             self._is_signal_told = True

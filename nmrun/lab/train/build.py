@@ -7,7 +7,7 @@ import copy
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -109,17 +109,20 @@ def build(
     total_steps: int | None = None,
     times: Mapping[str, Any] | None = None,
     precision: str | None = None,
-    plan: Callable[[Parts], None] = lambda parts: None,
+) -> Parts:
+    """Build as :func:`assembled`, with faster products as of :func:`accelerated`."""
+    return accelerated(config, assembled(config, total_steps, precision), times)
+
+
+def assembled(
+    config: Config, total_steps: int | None = None, precision: str | None = None
 ) -> Parts:
     """Seed everything, choose device and precision, and build. ConfigError for what only the built
     model shows.
 
     Args:
         total_steps: None: those of ``trainer.steps``, ``trainer.epochs`` or a budget of FLOPs.
-        times: those that the run's products were chosen by (``acceleration`` of its checkpoint):
-            measured again they might choose others, with other roundings.
         precision: that of a run that goes on; None: what ``trainer.precision`` says here.
-        plan: is called with the parts before products are timed.
     """
     trainer = config.trainer
     device = prepare(config)
@@ -157,7 +160,7 @@ def build(
     if not in_shards and config.optimizer.name != "custom":
         fuse(optimizer, device)
     cost = flops.count(whole, task, handle.sparse, taught, activations)
-    parts = Parts(
+    return Parts(
         task,
         loss,
         model,
@@ -170,8 +173,6 @@ def build(
         activations,
         seconds,
     )
-    plan(parts)
-    return replace(parts, accelerated=_accelerated(config, parts, times or {}))
 
 
 def _planned_steps(config: Config, task: Task, whole: nn.Module, device: torch.device) -> int:
@@ -269,8 +270,14 @@ def _is_small_on_cpu(parameters: Iterable[nn.Parameter], device: torch.device) -
     return device.type == "cpu" and sum(p.numel() for p in parameters) < LARGE
 
 
-def _accelerated(config: Config, parts: Parts, times: Mapping[str, Any]) -> list[Choice]:
-    """Give layers the products that are faster."""
+def accelerated(config: Config, parts: Parts, times: Mapping[str, Any] | None) -> Parts:
+    """Give layers the products that are faster, by ``times`` where the run has chosen by these
+    before (``acceleration`` of its checkpoint): measured again they might choose others, with other
+    roundings. To measure may take minutes."""
+    return replace(parts, accelerated=_choices(config, parts, times or {}))
+
+
+def _choices(config: Config, parts: Parts, times: Mapping[str, Any]) -> list[Choice]:
     trainer, model, device = config.trainer, parts.model, parts.device
     if trainer.acceleration == "auto" and _is_small_on_cpu(model.parameters(), device):
         why_not = "small networks are left alone"

@@ -4,21 +4,17 @@ display."""
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from nmrun.errors import folded, tell
-from nmrun.fast import measurement
 from nmrun.lab import output
 from nmrun.lab.keys import ranges
 from nmrun.lab.keys.config import Config
@@ -28,21 +24,16 @@ from nmrun.lab.train.steps import TrainingSteps
 from nmrun.sparsity.weight import SparseWeight
 
 REFRESH = 0.1  # seconds between two drawings of the display
-Fact = tuple[str, str]  # what it is, and the figure: ("train loss", "0.4132"), ("", "54 steps/s")
 
 
-@dataclass(frozen=True)
-class Status:
-    """The progress of a run. ``epoch`` is such as ``3/12``, ``elapsed`` the seconds since the
-    process began, ``facts`` the figures, the most important first."""
+class Bar(NamedTuple):
+    """What is done of ``total``, with words to its left, to its right and below it."""
 
-    step: int
+    left: str
+    done: int
     total: int
-    epoch: str
-    phase: str
-    facts: Sequence[Fact]
-    elapsed: float
-    remaining: float | None
+    right: str
+    below: str = ""
 
 
 class Console:
@@ -56,7 +47,7 @@ class Console:
     def __init__(self, log: Path | None, brief: bool = False) -> None:
         self.log, self.brief = log, brief
         self._live: Any = None
-        self._status: Status | None = None
+        self._bar: Bar | None = None
         self._draw_time = 0.0
         self.on_terminal = output.is_terminal(sys.stdout)
 
@@ -89,19 +80,19 @@ class Console:
             tell([f"{self.log} cannot be written: {error.strerror}"])
             self.log = None
 
-    def progress(self, now: Callable[[], Status]) -> None:
+    def progress(self, now: Callable[[], Bar]) -> None:
         """Draw the progress of the training on a terminal, at most every ``REFRESH`` seconds."""
         if self._due():
-            self._status = now()
-            self._draw()
+            self._bar = now()
+            self._draw(self._bar)
 
     @contextlib.contextmanager
     def evaluation(self, what: str) -> Iterator[None]:
         """While entered, draw the progress of an evaluation under the name ``what``."""
 
         def tell(batch: int, total: int) -> None:
-            if self._status is not None and self._due():
-                self._draw((what, batch, total))
+            if self._bar is not None and self._due():
+                self._draw(self._bar, Bar(what, batch, total, f"{batch}/{total}"))
 
         before = evaluating.set(tell)
         try:
@@ -112,14 +103,12 @@ class Console:
     def _due(self) -> bool:
         return self.on_terminal and time.monotonic() - self._draw_time >= REFRESH
 
-    def _draw(self, evaluated: tuple[str, int, int] | None = None) -> None:
-        assert self._status is not None
+    def _draw(self, *bars: Bar) -> None:
         self._draw_time = time.monotonic()
         if self._live is None:
             self._live = _live_display()
             self._live.start()
-        width = self._live.console.width
-        self._live.update(_display(self._status, width, evaluated), refresh=True)
+        self._live.update(_display(bars), refresh=True)
 
     def clear(self) -> None:
         """Take the display away; the next :meth:`progress` brings it back."""
@@ -143,47 +132,17 @@ def _live_display() -> Any:
     return Live(console=_rich(), auto_refresh=False, transient=True, redirect_stderr=redirect)
 
 
-def _display(now: Status, width: int, evaluated: tuple[str, int, int] | None = None) -> Any:
-    """A bar, the figures, and the bar of the evaluation that is going on: its name, batch and
-    batches."""
-    from rich.columns import Columns
+def _display(bars: Sequence[Bar]) -> Any:
     from rich.console import Group
-    from rich.padding import Padding
     from rich.progress_bar import ProgressBar
     from rich.table import Column, Table
     from rich.text import Text
 
-    def bar(left: str, completed: int, total: int, right: str) -> Table:
-        progress = ProgressBar(max(total, 1), completed)
-        if width - len(left) - len(right) < 14:  # no room for a bar between them
-            line = Table.grid(Column(ratio=1), expand=True)
-            line.add_row(Text.assemble((left, "bold cyan"), f"  {right}"))
-            line.add_row(progress)
-        else:
-            line = Table.grid("", Column(ratio=1), "", padding=(0, 1), expand=True)
-            line.add_row(Text(left, "bold cyan"), progress, right)
-        return line
-
-    remaining = "" if now.remaining is None else f" < {_clock(now.remaining)}"
-    position = f"{now.step / max(now.total, 1):4.0%}  {now.step}/{now.total}"
-    right = f"{position}  {_clock(now.elapsed)}{remaining}"
-    figures = [
-        Text.assemble((f"{what} " if what else "", "dim"), (figure, "bold"))
-        for what, figure in now.facts
-    ]
-    lines: list[Any] = [bar(f"epoch {now.epoch}  {now.phase}", now.step, now.total, right)]
-    lines.append(Columns(figures, padding=(0, 2)))
-    if evaluated is not None:
-        what, batch, total = evaluated
-        lines.append(bar(what, batch, total, f"{batch}/{total}"))
-    return Padding(Group(*lines), (0, 1))
-
-
-def _clock(seconds: float) -> str:
-    """``0:12``, ``12:34`` or ``1:02:03``."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+    lines = Table.grid("", Column(ratio=1), "", padding=(0, 1), expand=True)
+    for bar in bars:
+        progress = ProgressBar(max(bar.total, 1), bar.done)
+        lines.add_row(Text(bar.left, "bold cyan"), progress, bar.right)
+    return Group(lines, *(Text(bar.below) for bar in bars if bar.below))
 
 
 class RunProgress:
@@ -196,7 +155,6 @@ class RunProgress:
         self._began, self._begun = time.perf_counter(), steps.step
         self._sum: Tensor | float = 0.0
         self._count = 0
-        self._widths: dict[str, int] = {}  # of the figures in the lines of epochs so far
 
     def begin(self) -> None:
         self._began, self._begun = time.perf_counter(), self.steps.step
@@ -205,16 +163,19 @@ class RunProgress:
         """Count a step; its loss stays on the device."""
         self._sum, self._count = self._sum + loss, self._count + 1
 
-    def status(self) -> Status:
+    def bar(self) -> Bar:
         steps, elapsed = self.steps, time.perf_counter() - self._began
         completed, total = steps.step - self._begun, self.parts.total_steps
-        remaining = elapsed / completed * (total - steps.step) if completed else None
-        figures = [*facts(self.row, self.parts.task.metric), *_memory(self.parts.device)]
-        return Status(steps.step, total, self._epoch(), self._phase(), figures, elapsed, remaining)
+        right = f"{steps.step}/{total}  {timedelta(seconds=round(elapsed))}"
+        if completed:
+            left = round(elapsed / completed * (total - steps.step))
+            right += f" < {timedelta(seconds=left)}"
+        below = "  ".join(facts(self.row, self.parts.task.metric))
+        words = f"epoch {self._epoch()}  {self._phase()}".rstrip()
+        return Bar(words, steps.step, total, right, below)
 
     def epoch(self, best: bool = False) -> str:
-        """The line of an evaluation, with the mean loss since the one before. Columns keep their
-        places from line to line."""
+        """The line of an evaluation, with the mean loss since the one before."""
         row = self.row
         if self._count:
             row = row | {"train/loss": float(self._sum) / self._count}
@@ -226,10 +187,7 @@ class RunProgress:
             cells.append(f"step {self.steps.step:{len(total)}}/{total}")
         if self.parts.handle.sparse:
             cells.append(f"{self._phase():6}")
-        figures = facts({key: row[key] for key in keys if key in row}, self.parts.task.metric)
-        for what, figure in figures:
-            width = self._widths[what] = max(self._widths.get(what, 0), len(figure))
-            cells.append(f"{what} {figure:>{width}}" if what else f"{figure:>{width}}")
+        cells += facts({key: row[key] for key in keys if key in row}, self.parts.task.metric)
         if best:
             cells.append("best")
         return "  ".join(cells)
@@ -243,29 +201,18 @@ class RunProgress:
         return self.parts.handle.phase if self.parts.handle.sparse else ""
 
 
-def facts(row: Mapping[str, float], metric: str) -> list[Fact]:
+def facts(row: Mapping[str, float], metric: str) -> list[str]:
     """The figures of a row of ``metrics.jsonl``, as far as it has them, in words."""
     columns = [
-        ("train loss", "train/loss", ".4f"),
-        (f"val {metric}", f"eval/{metric}", ".4f"),
-        ("val loss", "eval/loss", ".4f"),
-        ("lr", "lr", ".2e"),
+        ("train/loss", lambda value: f"train loss {value:.4f}"),
+        (f"eval/{metric}", lambda value: f"val {metric} {value:.4f}"),
+        ("eval/loss", lambda value: f"val loss {value:.4f}"),
+        ("lr", lambda value: f"lr {value:.2e}"),
+        ("steps_per_second", lambda value: f"{value:.{0 if value >= 10 else 2}f} steps/s"),
+        ("items_per_second", lambda value: f"{_short(value)} items/s"),
     ]
-    figures: dict[str, str] = {
-        word: f"{row[key]:{form}}" for word, key, form in columns if row.get(key) is not None
-    }
-    speed = row.get("steps_per_second")
-    rates = [] if not speed else [("", _speed(speed))]
-    if items := row.get("items_per_second"):
-        rates.append(("", f"{_short(items)} items/s"))
-    return [*figures.items(), *rates]
-
-
-def _speed(steps: float) -> str:
-    """Steps a second, or seconds a step where that is slower than one."""
-    if steps < 1:
-        return f"{1 / steps:.3g} s/step"
-    return f"{steps:.0f} steps/s" if steps >= 10 else f"{steps:.1f} steps/s"
+    said = {key: words(row[key]) for key, words in columns if row.get(key) is not None}
+    return [*said.values()]
 
 
 def _short(number: float) -> str:
@@ -274,14 +221,6 @@ def _short(number: float) -> str:
             return f"{number:.3g}{unit}"
         number /= 1000
     return f"{number:.3g}P"
-
-
-def _memory(device: torch.device) -> list[Fact]:
-    """The most memory so far: the GPU's that torch had, or this process's."""
-    if device.type == "cuda":
-        return [("", f"{torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB GPU")]
-    unit = 1 if sys.platform == "darwin" else 1024
-    return [("", f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9:.1f} GB")]
 
 
 # --- the plan -------------------------------------------------------------------------------------
@@ -301,10 +240,6 @@ def plan_lines(config: Config, parts: Parts) -> list[str]:
         f"  {duration} of {parts.task.batches_per_epoch} batches of {parts.task.batches_of or trainer.batch_size}, "
         f"{parts.total_steps} steps{budget}, {parts.device.type} {precision}"
     ]
-    if (trainer.threads or 0) > (cores := os.cpu_count() or 1):
-        lines.append(
-            f"  trainer.threads={trainer.threads} on {cores} cores: more threads are slower"
-        )
     lines += [f"  {line}" for line in (parts.task.about, parts.task.left_out) if line]
     if trainer.distill is not None:
         lines.append(
@@ -343,7 +278,7 @@ def plan_lines(config: Config, parts: Parts) -> list[str]:
         lines.append(f"  {total:,} parameters")
         inference, whole = _short(cost.forward), _short(planned_flops(parts)[0])
         lines.append(f"  FLOPs of an inference: {inference}; of the training: {whole}")
-    return lines + [f"  {line}" for line in measurement.lines(parts.accelerated)]
+    return lines
 
 
 def planned_flops(parts: Parts) -> tuple[float, float, float]:
@@ -355,16 +290,11 @@ def planned_flops(parts: Parts) -> tuple[float, float, float]:
     return items * cost.dense, without, hardware
 
 
-def plan_row(config: Config, parts: Parts) -> dict[str, str]:
-    """What a run is going to do, by the names of columns: for a list of runs."""
-    dense, without, _ = planned_flops(parts)
-    return {
-        "recipe": config.recipe.name,
-        "ratio": "" if config.pattern is None else str(config.pattern),
-        "steps": str(parts.total_steps),
-        "FLOPs dense": _short(dense),
-        "without the zeros": _short(without) if parts.handle.sparse else "",
-    }
+def plan_line(parts: Parts) -> str:
+    """What a run is going to do, in a line of a list of runs."""
+    dense, without, _ = map(_short, planned_flops(parts))
+    line = f"  {parts.total_steps} steps, FLOPs of the training: {dense} dense"
+    return f"{line}, {without} sparse" if parts.handle.sparse else line
 
 
 Row = tuple[str, str, tuple[int, ...], str]  # sparse or dense, name, shape, pattern or reason
@@ -375,19 +305,13 @@ def layer_lines(rows: Sequence[Row]) -> list[str]:
     blocks.*.attn.qkv.weight 1536x512 2:4``."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for kind, name, shape, note in rows:
-        size = "x".join(map(str, shape))
-        groups.setdefault((kind, re.sub(r"\d+", "*", name), size, note), []).append(name)
+        alike = (kind, re.sub(r"\d+", "*", name), "x".join(map(str, shape)), note)
+        groups.setdefault(alike, []).append(name)
     lines = [
-        (kind, f"{len(names)} x {_joined(names)}" if len(names) > 1 else names[0], size, note)
-        for (kind, _, size, note), names in groups.items()
+        (kind, f"{len(names)} x {stars}" if len(names) > 1 else names[0], size, note)
+        for (kind, stars, size, note), names in groups.items()
     ]
     return output.aligned(lines)
-
-
-def _joined(names: Sequence[str]) -> str:
-    """One name for several, with a star where their numbers differ."""
-    parts = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
-    return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
 def _pattern_text(weight: SparseWeight) -> str:

@@ -129,17 +129,6 @@ def joint_densities(*shares: Densities, hardware: bool) -> Densities:
     )
 
 
-# Dense products of 16-bit numbers on tensor cores, as NVIDIA's data sheets have them, by part of
-# the device's name; the first that fits counts.
-PEAKS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-}
 # Parameters. Torch's Python for shapes on the meta device imports its compiler and sympy, 1.5 s, by
 # when a smaller network has computed an item or two.
 COMPUTED = 1_000_000
@@ -247,14 +236,6 @@ class Flops:
         run counts at its latest step."""
         steps = range(0, total_steps, -(-total_steps // PLANNED))
         return sum(self.training(recipe, step, hardware) for step in steps) / len(steps)
-
-
-def peak_flops(device: torch.device, precision: str) -> float | None:
-    """What a device can do in a second, dense; None if that is not known."""
-    if device.type != "cuda" or precision == "fp32":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 def steps_in(budget: str, cost: Flops, recipe: Recipe, total_steps: int, items: float) -> int:

@@ -21,10 +21,8 @@ from nmrun.lab.signals import Signals
 from nmrun.lab.train import checkpoint
 from nmrun.lab.train.build import Parts
 from nmrun.lab.train.console import Console, RunProgress
-from nmrun.lab.train.flops import peak_flops
 from nmrun.lab.train.steps import (
     TrainingSteps,
-    broken,
     is_finite,
     log_interval,
     synchronize,
@@ -155,10 +153,8 @@ class Evaluation:
             metrics |= activations.shares(ranks.total(sums))
         name = "eval" if split == "val" else split
         if not math.isfinite(metrics.get("loss", 0.0)):
-            names = broken(self.model)
-            where = f"parameter {names[0]}" if names else "an output, of finite weights"
             what = f"{name}/loss is {metrics['loss']}"
-            raise RunError(self.steps.not_finite(self.steps.step, what, where))
+            raise RunError(self.steps.not_finite(self.steps.step, what))
         return {f"{name}/{prefix}{key}": value for key, value in metrics.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -234,7 +230,7 @@ class Loop:
                 improved = self.evaluation.improved
                 line = self.progress.epoch(best=improved)
                 self.console.detail(f"  {line}", style="green" if improved else "")
-            self.console.progress(self.progress.status)
+            self.console.progress(self.progress.bar)
             if self.steps.step < self.parts.total_steps and not self.evaluation.is_patient:
                 self._say_early()
 
@@ -334,21 +330,13 @@ class Loop:
         self._window = (time.perf_counter(), self.steps.step, self.steps.items)
 
     def _speed(self) -> dict[str, float]:
-        """Steps and items (images, tokens) a second and, where the device's peak is known, ``mfu``.
-
-        That is the share of it that a dense network's FLOPs take up (model FLOPs utilisation,
-        Chowdhery et al. 2022, appendix B).
-        """
+        """Steps and items (images, tokens) a second."""
         began, step, items = self._window
         seconds = time.perf_counter() - began
-        peak = peak_flops(self.parts.device, self.parts.precision)
-        row = {
+        return {
             "steps_per_second": (self.steps.step - step) / seconds,
             "items_per_second": (self.steps.items - items) / seconds,
         }
-        if peak is not None:
-            row["mfu"] = row["items_per_second"] * self.parts.cost.dense / (peak * ranks.world())
-        return row
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -361,8 +349,8 @@ class Loop:
         weights = self.strategy.final_state_dict()
         wrong = [name for name, part in weights.items() if not is_finite(local(part))]
         if wrong := sorted({name for names in ranks.gathered(wrong) for name in names}):
-            what = "the last update broke the weights"
-            raise RunError(self.steps.not_finite(self.steps.step, what, f"parameter {wrong[0]}"))
+            what = f"parameter {wrong[0]} is not finite"
+            raise RunError(self.steps.not_finite(self.steps.step, what))
         self.handle.finalize()
         return weights
 

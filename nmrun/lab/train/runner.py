@@ -7,7 +7,6 @@ import shutil
 import signal
 import time
 import traceback
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from safetensors import SafetensorError
 
 from nmrun import atomic
 from nmrun.errors import ConfigError, RunError, first_line, tell
+from nmrun.fast import measurement
 from nmrun.lab import ranks
 from nmrun.lab.config import sources
 from nmrun.lab.config.identity import changed, identity, title
@@ -32,7 +32,7 @@ from nmrun.lab.runs.run_folder import (
     weights_in,
 )
 from nmrun.lab.signals import Signals, of_interrupt
-from nmrun.lab.train import checkpoint, console, results, trials
+from nmrun.lab.train import build, checkpoint, console, results, trials
 from nmrun.lab.train.build import Parts
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
@@ -86,11 +86,8 @@ def _from_leader(outcome: dict[str, Any] | None) -> dict[str, Any] | None:
 def _plan(config: Config, sweep: str | None) -> dict[str, Any]:
     """The outcome of a dry run; ``failed`` where its parts, such as the user's own, cannot be
     built."""
-    show = partial(_show_plan, config, sweep is not None, [])
     try:
-        parts = trials.parts(config, None, plan=show)
-        show(parts)
-        row = console.plan_row(config, parts)
+        parts, _ = _planned(config, None, brief=sweep is not None)
     except ConfigError:
         raise
     except Exception as error:
@@ -99,20 +96,27 @@ def _plan(config: Config, sweep: str | None) -> dict[str, Any]:
         outcome = _failure(error)
         tell([f"failed: {outcome['error']} (without dry=true, run.log has the traceback)"])
         return outcome
-    if sweep is None:
+    if sweep is not None:
+        print(console.plan_line(parts), flush=True)
+    else:
         for event in parts.handle.pop_events():
             print(f"  {event}", flush=True)
-    return {"status": "planned", "id": identity(config), "plan": row}
+    return {"status": "planned", "id": identity(config)}
 
 
-def _show_plan(config: Config, brief: bool, plan: list[str], parts: Parts) -> None:
-    """Show the lines that are not in ``plan`` yet, and add them. Nearly all come before products
-    are timed, which may take minutes; the choices by timing follow."""
-    new = console.plan_lines(config, parts)[len(plan) :]
-    plan += new
-    screen = Console(None, brief)
-    for line in new:
+def _planned(config: Config, state: dict[str, Any] | None, brief: bool) -> tuple[Parts, list[str]]:
+    """The parts of a run, and the lines of its plan, which are shown: nearly all before products
+    are timed, which may take minutes."""
+    screen, times = Console(None, brief), (state or {}).get("acceleration")
+    parts = trials.parts(config, state)
+    plan = console.plan_lines(config, parts)
+    for line in plan:
         screen.detail(line)
+    parts = build.accelerated(config, parts, times)
+    products = [f"  {line}" for line in measurement.lines(parts.accelerated)]
+    for line in products:
+        screen.detail(line)
+    return parts, plan + products
 
 
 def _failure(error: Exception | SystemExit) -> dict[str, Any]:
@@ -244,10 +248,7 @@ class _Run:
         complaints += [f"{prefix}{name}: {what}" for name, what in run_dir.broken().items()]
         rows = (state or {}).get("rows")
         # the log begins with the run's folder, once all is built
-        plan: list[str] = []
-        show = partial(_show_plan, config, self.console.brief, plan)
-        parts = trials.parts(config, state, plan=show)
-        show(parts)
+        parts, plan = _planned(config, state, self.console.brief)
         begun = {} if state is None else run_dir.begun
         complaints += _other_code(config, begun)
         self.config = config = sources.recorded(config, begun)

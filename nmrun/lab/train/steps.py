@@ -1,5 +1,5 @@
 """The training step: micro-batches, precision, clipping and the learning rate around one
-``optimizer.step``; and where a NaN or an infinity first appeared.
+``optimizer.step``.
 
 Recipes do not appear here. Their hooks hang on ``optimizer.step``, which sees the gradient of the
 whole batch, unscaled and clipped.
@@ -8,20 +8,16 @@ whole batch, unscaled and clipped.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
 
 from nmrun.errors import RunError
 from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
-from nmrun.lab.tasks.base import Batch, Loss
+from nmrun.lab.tasks.base import Batch
 from nmrun.lab.train.build import Parts, autocast
 from nmrun.lab.train.optimizers import scheduled
 from nmrun.lab.train.weights import Replicated
@@ -198,35 +194,26 @@ class TrainingSteps:
         """Check the ``losses`` of consecutive steps from ``first`` on."""
         for step, loss in enumerate(losses, first):
             if not math.isfinite(loss):
-                raise RunError(self._diagnosis(step, f"the loss is {loss}"))
+                raise RunError(self.not_finite(step, f"the loss is {loss}"))
         if self.scaler.is_enabled() and self.scaler.get_scale() < SMALLEST_SCALE:
-            raise RunError(
-                self._diagnosis(self.step, "no gradient is finite, however small the loss scale")
-            )
+            what = "no gradient is finite, however small the loss scale"
+            raise RunError(self.not_finite(self.step, what))
 
-    def _diagnosis(self, step: int, what: str) -> str:
-        task = self.parts.task
-        epoch, index = divmod(step - 1, task.batches_per_epoch)
-        batches = task.micro_batches(epoch, index, self.trainer.accumulate)
-        where = "looked for with trainer.distributed=ddp only"
-        if not self.strategy.in_step:
-            where = culprit(self.parts.model, self.parts.loss, batches, self.autocast)
-        return self.not_finite(step, what, where)
-
-    def not_finite(self, step: int, what: str, where: str) -> str:
+    def not_finite(self, step: int, what: str) -> str:
         """A sentence on what is not finite, at which step (from 1), and what to try."""
-        precision = self.parts.precision
+        task = self.parts.task
+        batch = task.micro_batches(
+            *divmod(step - 1, task.batches_per_epoch), self.trainer.accumulate
+        )
+        if not all(is_finite(tensor) for part in batch for tensor in part):
+            return f"step {step}: {what}, and so is a number in its batch"
         lr = self.base_lrs[0] * self.lr_factor(self.updates)
-        if where == BATCH:
-            return f"step {step}: {what}; the first non-finite value is {where}"
         tries = [f"a lower optimizer.lr (it was {lr:.3g})"]
         if self.trainer.clip is None:
             tries.append("trainer.clip=1")
-        if precision == "fp16":
-            tries.append("trainer.precision=bf16 or fp32")
-        if precision == "bf16":
+        if self.parts.precision != "fp32":
             tries.append("trainer.precision=fp32")
-        return f"step {step}: {what}; the first non-finite value is {where}. Try {', '.join(tries)}"
+        return f"step {step}: {what}. Try {', '.join(tries)}"
 
 
 def log_interval(every: int, total_steps: int) -> int:
@@ -239,67 +226,6 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was given, so that a clock shows it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-# --- where a value is not finite ------------------------------------------------------------------
-
-
-BATCH = "the batch itself"
-
-
-def culprit(
-    model: nn.Module,
-    loss_of: Loss,
-    batches: list[Batch],
-    autocast: Callable[[], AbstractContextManager[Any]],
-) -> str:
-    """The first non-finite value on the way through one batch: the input, a parameter, a layer's
-    output or a gradient."""
-    for batch in batches:
-        if not all(is_finite(tensor) for tensor in batch):
-            return BATCH
-    if names := broken(model):
-        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        return f"parameter {names[0]}{others} (an earlier update broke it)"
-    model.zero_grad()
-    outputs: list[str] = []
-    hooks = [
-        module.register_forward_hook(_recorder(name, outputs))
-        for name, module in model.named_modules()
-        if name
-    ]
-    try:
-        for batch in batches:
-            with autocast():
-                loss = loss_of(model, batch)
-            if outputs:
-                return f"the output of {outputs[0]}"
-            if not is_finite(loss):
-                return "the loss itself, of finite outputs"
-            loss.backward()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    backwards = [
-        name
-        for name, p in reversed(list(model.named_parameters()))
-        if p.grad is not None and not is_finite(p.grad)
-    ]
-    return f"the gradient of {backwards[0]}" if backwards else "not found again in a second pass"
-
-
-def broken(model: nn.Module) -> list[str]:
-    """The names of parameters and buffers that are not finite. With shards all ranks have to call."""
-    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-    return [name for name, tensor in tensors if not is_finite(tensor)]
-
-
-def _recorder(name: str, outputs: list[str]) -> Any:
-    def record(module: nn.Module, args: Any, output: Any) -> None:
-        if not all(is_finite(t) for t in tree_iter(output) if isinstance(t, Tensor)):
-            outputs.append(f"{name} ({type(module).__name__})")
-
-    return record
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -48,13 +48,13 @@ class Tracker:
         mark: list[int] | None = None,
     ) -> None:
         path = folder / METRICS
-        rows, damaged = documents.read_lines(path) if step else ([], [])
+        rows = documents.read_lines(path)[0] if step else []
         history = [row for row in rows if _step(row) <= step]
         lines = [f"{json.dumps(row)}\n" for row in history]
         self.mark = [0, 0]
         for line in lines:
             self._count(line)
-        self.events = _lost(self.mark, mark, damaged)
+        self.events = _lost(self.mark, mark)
         atomic.write(path, "".join(lines))
         self._path, self._file = path, path.open("a")
         self._say = say
@@ -137,25 +137,20 @@ def _step(row: dict[str, Any]) -> float:
     return step if type(step) is int else math.inf
 
 
-def _lost(actual: list[int], expected: list[int] | None, damaged: list[int]) -> list[str]:
+def _lost(actual: list[int], expected: list[int] | None) -> list[str]:
     """A message about rows that the checkpoint counts on and that are missing."""
     if expected is None or actual == expected:
         return []
-    where = f" (damaged: line {', '.join(map(str, damaged))})" if damaged else ""
-    if actual[0] < expected[0]:
-        return [f"metrics.jsonl: {expected[0] - actual[0]} of {expected[0]} rows are lost{where}"]
-    return [f"metrics.jsonl: not the {expected[0]} rows that were logged; it was changed{where}"]
+    return [f"metrics.jsonl: not the {expected[0]} rows that were logged; it was changed"]
 
 
 MLFLOW_ID = "nmrun.id"  # the tag by which a resumed run finds its own
 MLFLOW_LONGEST = 500  # characters of a parameter
-INIT_TIMEOUT = 10.0  # seconds that an online W&B may take to answer, once a process
+INIT_TIMEOUT = 10.0  # seconds that an online W&B may take to answer
 # seconds that it may take to upload the rest at the end; what is left stays on disk for wandb sync
 FINISH_TIMEOUT = 60.0
 # likewise of each request to MLflow, whose own defaults wait for minutes
 MLFLOW_WAITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
-# loggers that did not answer: the next run of a sweep in this process does not wait for them again
-_unreachable: set[str] = set()
 
 
 class Logger(Protocol):
@@ -232,13 +227,12 @@ class WandBLogger:
 def begin_wandb(run: TrackedRun) -> WandBLogger | None:
     """Begin a run of W&B with the run's id; None where WANDB_MODE, which counts before
     ``track.mode``, is ``disabled``."""
-    track, wish = run.config["track"], os.environ.get("WANDB_MODE")
-    mode = wish or track["mode"]
+    track = run.config["track"]
+    mode = os.environ.get("WANDB_MODE") or track["mode"]
     if mode == "disabled":
         return None
     has_key = logged_in()
-    online = mode == "online" and has_key
-    if mode == "online" and not online:
+    if mode == "online" and not has_key:
         run.say("W&B: not logged in (wandb login), tracking offline")
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
@@ -253,20 +247,18 @@ def begin_wandb(run: TrackedRun) -> WandBLogger | None:
         "reinit": "finish_previous",
     }
     weights = run.folder / FINAL if track["weights"] else None
-    if online and "wandb" not in _unreachable:
+    if mode == "online" and has_key:
         try:
             # without resume, a run of the same id is replaced: that is force=true
             resume: Any = "allow" if run.history else None
             return WandBLogger(wandb.init(mode="online", resume=resume, **arguments), weights)
         except Exception as error:
-            _unreachable.add("wandb")
             wandb.teardown(exit_code=1)  # its service would hold the run's id
             run.say(f"W&B cannot be reached ({type(error).__name__}): tracking offline")
     # An offline run cannot be taken up again: replace it by one with the whole history.
     for old in (run.folder / "wandb").glob("*run-*"):
         shutil.rmtree(old, ignore_errors=True)
-    # somebody without a login who asked for nothing need not be told
-    say = run.say if has_key or wish or mode == "online" else None
+    say = run.say if has_key else None  # it takes a login to upload
     logger = WandBLogger(wandb.init(mode="offline", **arguments), weights, say)
     for row in run.history:
         logger.log(row)
@@ -332,7 +324,6 @@ class TensorBoardLogger:
         folder = run.folder / "tensorboard"
         shutil.rmtree(folder, ignore_errors=True)
         self._writer: Any = SummaryWriter(str(folder))
-        self._writer.add_text("config", _block(run.config))
         for row in run.history:
             self.log(row)
 
@@ -341,12 +332,7 @@ class TensorBoardLogger:
             self._writer.add_scalar(key, value, row["step"], row.get("time"))
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        self._writer.add_text("summary", _block(summary))
         self._writer.close()
-
-
-def _block(plain: dict[str, Any]) -> str:
-    return "".join(f"    {line}\n" for line in json.dumps(plain, indent=2).splitlines())
 
 
 # --- MLflow: the experiment ``track.project``, by MLFLOW_TRACKING_URI or in a file of output_dir ---
@@ -366,20 +352,11 @@ class MLflowLogger:
         track, output_dir = run.config["track"], Path(run.config["output_dir"]).absolute()
         place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{output_dir / 'mlflow.db'}"
         self._client = client = MlflowClient(place)
-        if place in _unreachable:
-            raise ConnectionError("its server failed an earlier run of this process")
         project = track.get("project") or "nmrun"
-        try:
-            known = client.get_experiment_by_name(project)
-        except MlflowException:
-            _unreachable.update({place} if place.startswith("http") else ())
-            raise
-        try:
-            experiment = known.experiment_id if known else client.create_experiment(project)
-        except MlflowException:  # a job beside this one has made it meanwhile
-            if (known := client.get_experiment_by_name(project)) is None:
-                raise
-            experiment = known.experiment_id
+        if client.get_experiment_by_name(project) is None:
+            with contextlib.suppress(MlflowException):  # a job beside this one may have made it
+                client.create_experiment(project)
+        experiment = client.get_experiment_by_name(project).experiment_id
         if run.history:
             mine = f"tags.`{MLFLOW_ID}` = '{run.id}'"
             for old in client.search_runs([experiment], mine, max_results=1):

@@ -4,7 +4,6 @@ miniature, which leaves nothing behind."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -14,17 +13,13 @@ import torch
 from nmrun.errors import ConfigError
 from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
-from nmrun.lab.train.build import Parts, build, check_budget
+from nmrun.lab.train.build import Parts, assembled, build, check_budget
 from nmrun.lab.train.steps import TrainingSteps, log_interval, synchronize
 
 
-def parts(
-    config: Config,
-    state: dict[str, Any] | None,
-    plan: Callable[[Parts], None] = lambda parts: None,
-) -> Parts:
-    """Build the parts of a run. A budget of seconds has the steps that a trial finds, or found for
-    its checkpoint ``state``; ``plan`` is as of :func:`build`."""
+def parts(config: Config, state: dict[str, Any] | None) -> Parts:
+    """Assemble the parts of a run. A budget of seconds has the steps that a trial finds, or found
+    for its checkpoint ``state``."""
     steps, events = None, list[str]()
     if (config.trainer.budget or "").startswith("seconds:"):
         if state:
@@ -32,9 +27,7 @@ def parts(
         else:
             steps, event = steps_of_budget(config)
             events.append(event)
-    earlier = state or {}
-    built = build(config, steps, earlier.get("acceleration"), earlier.get("precision"), plan)
-    return replace(built, events=events)
+    return replace(assembled(config, steps, (state or {}).get("precision")), events=events)
 
 
 FIRST_LOOK = 6  # steps whose time decides how long the trial can be

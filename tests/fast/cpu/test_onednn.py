@@ -21,7 +21,7 @@ from nmrun.fast import measurement
 from nmrun.fast.cpu import onednn, probe
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.measurement import Times, as_data, from_data
-from nmrun.lab.train import build, console
+from nmrun.lab.train import build
 
 pytestmark = [
     pytest.mark.skipif(not onednn.available(), reason="torch has no oneDNN here"),
@@ -295,6 +295,6 @@ def test_a_dense_run_says_it_and_a_small_network_keeps_its_bits(
     monkeypatch.setattr(build, "LARGE", 1)
     parts = build.build(config(tmp_path, *words))
     assert {c.path for c in parts.accelerated} == {"onednn"}
-    lines = console.plan_lines(config(tmp_path, *words), parts)
+    lines = measurement.lines(parts.accelerated)
     assert any("onednn: " in line for line in lines), lines
     assert build.build(config(tmp_path, *words, "trainer.acceleration=off")).accelerated == []

@@ -16,13 +16,14 @@ from torch.nn import functional
 from training import Conv1D
 
 import nmrun
+from nmrun.fast import measurement
 from nmrun.fast.acceleration import accelerate
 from nmrun.fast.cpu import activations, probe
 from nmrun.fast.cpu.activations import NAME, ActivationShape, pack_activations
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.measurement import Choice, Times
 from nmrun.lab.config.identity import run_folder
-from nmrun.lab.train import build, console, runner
+from nmrun.lab.train import build, runner
 from nmrun.lab.train.loop import Loop
 from nmrun.patterns import Pattern
 from nmrun.step.activations import SquaredReLU
@@ -386,7 +387,7 @@ def test_the_plan_says_it_and_small_networks_are_left_alone(
     cfg = config(tmp_path, *GPT, "recipe=dense")
     assert build.build(cfg).accelerated == []
     monkeypatch.setattr(build, "LARGE", 1)
-    lines = console.plan_lines(cfg, build.build(cfg))
+    lines = measurement.lines(build.build(cfg).accelerated)
     assert any("products with packed activations in the steps that prune" in line for line in lines)
     (line,) = [
         line for line in lines if "packed activations: h.0.mlp.c_fc.weight and 1 more" in line

@@ -118,7 +118,7 @@ def test_a_sweep_goes_on_past_a_failure_and_does_only_what_is_missing(tmp_path, 
     process = nmrun_cli(*line)
     assert process.returncode == 1
     assert "sweep of 4: 2 finished, 2 not done" in process.stdout
-    assert "the first non-finite value is" in process.stdout + process.stderr
+    assert "Try a lower optimizer.lr" in process.stdout + process.stderr
     assert "Traceback" not in process.stdout + process.stderr
     again = nmrun_cli(*line)
     assert "sweep of 4: 2 skipped, 2 not done" in again.stdout

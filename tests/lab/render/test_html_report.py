@@ -113,7 +113,7 @@ def test_what_did_not_finish_with_its_error_and_command(write, report, tmp_path)
     document = page(tmp_path)
     assert "Runs: 1 finished, 1 failed, 1 killed." in document.text
     assert "Not finished: 2" in document.text
-    assert f"failed, step 10: {failed}" in document.text
+    assert f"failed: {failed}" in document.text
     assert "step 7: the loss is nan" in document.text
     assert "nmrun recipe=step seed=1 'model.exclude=[a,b]'" in document.text
     assert re.search(rf"killed: {killed} .*nmrun recipe=ste seed=0", document.text)

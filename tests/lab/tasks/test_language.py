@@ -27,7 +27,6 @@ from nmrun.lab.tasks import storage
 from nmrun.lab.tasks.text import corpus, files
 from nmrun.lab.tasks.text.language import LanguageModelling
 from nmrun.lab.train import flops, runner
-from nmrun.lab.train.flops import peak_flops
 
 DEVICE = torch.device("cpu")
 
@@ -639,35 +638,19 @@ def test_resumed_in_the_middle_the_bits_are_the_same(tmp_path):
     runs.resumed(tmp_path, *words)
 
 
-def test_speed_is_logged_in_tokens(tmp_path, alternating, monkeypatch):
+def test_speed_is_logged_in_tokens(tmp_path, alternating):
     file = Path(alternating[1].partition("=")[2])
     file.write_text(file.read_text().replace("z", "\n"))
     config = runs.config(tmp_path / "out", *TEXT, *alternating, "recipe=dense", "trainer.epochs=1")
-    monkeypatch.setattr(
-        "nmrun.lab.train.loop.peak_flops",
-        lambda device, precision: 1e12 if precision == "fp32" else None,
-    )
     result = runner.run(config, tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 5
     for line in lines:
         assert line["items_per_second"] == pytest.approx(line["steps_per_second"] * 8 * 16)
-        # 2 layers of width 16 and a head of 26 tokens: 6 FLOPs a weight and token, and attention's
-        # two products, thrice as well
-        each = 6 * (2 * 12 * 16**2 + 26 * 16) + 3 * 2 * 2 * 2 * 16 * 16
-        assert line["mfu"] == pytest.approx(line["items_per_second"] * each / 1e12, rel=1e-6)
+    # 2 layers of width 16 and a head of 26 tokens: 6 FLOPs a weight and token, and attention's two
+    # products, thrice as well
+    each = 6 * (2 * 12 * 16**2 + 26 * 16) + 3 * 2 * 2 * 2 * 16 * 16
     assert result["flops"]["training_dense"] == 10 * 8 * 16 * each
-
-
-@pytest.mark.parametrize(
-    ("name", "precision", "peak"),
-    [("NVIDIA A100-SXM4-80GB", "bf16", 312e12), ("NVIDIA H100 PCIe", "fp16", 756e12), ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
-     ("NVIDIA A100-SXM4-80GB", "fp32", None), ("Some other device", "bf16", None)],
-)  # fmt: skip
-def test_peaks_of_devices(monkeypatch, name, precision, peak):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert peak_flops(torch.device("cuda"), precision) == peak
-    assert peak_flops(torch.device("cpu"), precision) is None
 
 
 def test_a_model_for_images_is_refused(tmp_path):

@@ -17,18 +17,10 @@ from nmrun.lab.config.identity import run_folder
 from nmrun.lab.tasks.base import evaluating
 from nmrun.lab.train import console, runner
 from nmrun.lab.train import console as console_of
-from nmrun.lab.train.console import Console, Status
+from nmrun.lab.train.console import Bar, Console
 
-FACTS = [
-    ("train loss", "1.7971"),
-    ("val accuracy", "0.8550"),
-    ("val loss", "0.4031"),
-    ("lr", "1.00e-03"),
-    ("", "54 steps/s"),
-    ("", "3.46k items/s"),
-    ("", "12.5 GB GPU"),
-]
-NOW = Status(190, 432, "3/12", "dense", FACTS, 12.4, 7325.0)
+FIGURES = "train loss 1.7971  val accuracy 0.8550  val loss 0.4031  lr 1.00e-03  54.4 steps/s"
+NOW = Bar("epoch 3/12  dense", 190, 432, "190/432  0:00:12 < 2:02:05", FIGURES)
 WIDTHS = (40, 60, 80, 120, 160)
 
 
@@ -43,27 +35,17 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_bar_stays_and_no_figure_is_cut(width, terminal):
-    """Whatever the terminal's width; figures have their places below each other."""
+def test_no_figure_is_cut(width, terminal):
+    """Whatever the terminal's width."""
     screen = terminal(width)
     console = Console(None)
     console.progress(lambda: NOW)
     lines = screen.lines()
-    assert len(re.findall("[━╸╺]", "".join(lines))) >= 10
-    words = " ".join(" ".join(lines).split())
-    for word in (
-        "44%",
-        "190/432",
-        "2:02:05",
-        *(f"{what} {figure}".strip() for what, figure in FACTS),
-    ):
-        assert word in words
+    assert set(FIGURES.split()) <= set(" ".join(lines).split())
     if width >= 80:
-        assert lines[0].startswith(" epoch 3/12  dense ━")
-        assert lines[0].endswith(" 44%  190/432  0:12 < 2:02:05")
-        assert len(lines) == {80: 3, 120: 2, 160: 2}[width]
-    if width == 80:
-        assert lines[2].index("3.46k items/s") == lines[1].index("val accuracy")
+        assert len(re.findall("[━╸╺]", lines[0])) >= 10
+        assert lines[0].startswith("epoch 3/12  dense ━")
+        assert lines[0].endswith("190/432  0:00:12 < 2:02:05")
     console.clear()
     assert screen.lines() == [""]
 
@@ -76,7 +58,7 @@ def test_an_evaluation_has_a_bar_of_its_own(terminal, monkeypatch):
     with console.evaluation("validating"):
         evaluating.get()(34, 79)
     assert evaluating.get() is None
-    assert re.fullmatch(" validating ━+╸?╺?━+ 34/79", screen.lines()[-1])
+    assert re.fullmatch("validating +━+╸?╺?━+ +34/79", screen.lines()[1])
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -109,14 +91,6 @@ def test_no_colours_where_they_are_not_wanted(terminal, monkeypatch):
     assert screen.colour(0, "a line") == "default"
 
 
-@pytest.mark.parametrize(
-    ("steps", "speed"),
-    [(54.4, "54 steps/s"), (3.25, "3.2 steps/s"), (0.5, "2 s/step"), (0.013, "76.9 s/step")],
-)
-def test_speed_in_words(steps, speed):
-    assert console.facts({"steps_per_second": steps}, "accuracy") == [("", speed)]
-
-
 def test_no_terminal_no_display(tmp_path, capsys):
     plain = Console(tmp_path / "run.log", brief=True)
     plain.progress(lambda: NOW)
@@ -126,9 +100,7 @@ def test_no_terminal_no_display(tmp_path, capsys):
 
 
 def test_an_epoch_s_line_has_its_mean_loss(tmp_path, capsys):
-    """Of all its steps, wherever the rows of the log end. Each figure has its column, and the best
-    epoch so far is marked.
-    """
+    """Of all its steps, wherever the rows of the log end. The best epoch so far is marked."""
     options = ("recipe=ste", "trainer.epochs=10", "optimizer.lr=0.02")
     every = config(tmp_path / "every", *options, "trainer.log_every=1")
     runner.run(every, run_folder(every))
@@ -145,8 +117,6 @@ def test_an_epoch_s_line_has_its_mean_loss(tmp_path, capsys):
             f"  epoch {number:2}/10  sparse  train loss {mean:.4f}  val accuracy "
         )
         assert len(line) <= 80
-    for figure in ("train loss", "val accuracy"):
-        assert len({line.index(figure) for line in lines}) == 1
     best = [score > max(scores[:number], default=0) for number, score in enumerate(scores)]
     assert [line.endswith("  best") for line in lines] == best
     assert 1 < sum(best) < 10
@@ -164,7 +134,7 @@ def test_alike_layers_are_one_line():
         "dense   head.weight              65x512    excluded",
     ]
     other = [("sparse", f"layer{number}.conv2.weight", (8, 8), "2:4") for number in (1, 2)]
-    assert console.layer_lines(other) == ["sparse  2 x layer*.conv2.weight  8x8  2:4"]
+    assert console.layer_lines(other) == ["sparse  2 x layer*.conv*.weight  8x8  2:4"]
     assert console.layer_lines([]) == []
 
 

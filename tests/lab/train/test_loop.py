@@ -444,7 +444,7 @@ def failure(cfg: Config, folder: Path, prepare: Any = None) -> str:
     return str(caught.value)
 
 
-def test_overflow_names_step_and_layer_and_says_what_to_try(tmp_path):
+def test_overflow_names_the_step_and_says_what_to_try(tmp_path):
     def prepare(loop):
         original = loop.steps.train_step
 
@@ -458,7 +458,6 @@ def test_overflow_names_step_and_layer_and_says_what_to_try(tmp_path):
 
     message = failure(config(tmp_path, "recipe=ste"), tmp_path, prepare)
     assert message.startswith("step 5: the loss is ")
-    assert "the output of inner.1 (Conv2d)" in message
     assert "optimizer.lr" in message
     assert "trainer.clip=1" in message
     assert "\n" not in message
@@ -474,23 +473,13 @@ def test_a_learning_rate_far_too_high(tmp_path):
     assert "trainer.clip" not in message
 
 
-def test_a_broken_parameter_is_named_as_the_user_knows_it(tmp_path):
-    def prepare(loop):
-        with torch.no_grad():
-            loop.model.inner[0].weight[0, 0] = math.nan
-
-    assert "parameter inner.0.weight" in failure(config(tmp_path, "recipe=ste"), tmp_path, prepare)
-
-
 def test_a_broken_batch(tmp_path):
     def prepare(loop):
         task: Any = loop.task
         task.images = task.images.clone()
         task.images[:] = math.inf
 
-    assert "the first non-finite value is the batch itself" in failure(
-        config(tmp_path), tmp_path, prepare
-    )
+    assert "a number in its batch" in failure(config(tmp_path), tmp_path, prepare)
 
 
 def test_a_gradient_that_no_loss_scale_helps(tmp_path, monkeypatch):
@@ -514,8 +503,7 @@ def test_a_gradient_that_no_loss_scale_helps(tmp_path, monkeypatch):
     )
     message = failure(cfg, tmp_path)
     assert "however small the loss scale" in message
-    assert "the gradient of inner" in message
-    assert "trainer.precision=bf16 or fp32" in message
+    assert "trainer.precision=fp32" in message
 
 
 def test_losses_read_late_still_tell_the_step(tmp_path):

@@ -326,13 +326,16 @@ def test_a_process_that_a_run_has_forked_ends_as_ever(tmp_path, monkeypatch):
 # --- damaged rows ---------------------------------------------------------------------------------
 
 
+CHANGED = "metrics.jsonl: not the 4 rows that were logged; it was changed"
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ((1, b'{"step": 3, "epo'), "metrics.jsonl: 1 of 4 rows are lost (damaged: line 2)"),
-        ((0, b"\0" * 40), "metrics.jsonl: 1 of 4 rows are lost (damaged: line 1)"),
-        ((3, None), "metrics.jsonl: 1 of 4 rows are lost"),
-        ((1, "a digit"), "metrics.jsonl: not the 4 rows that were logged; it was changed"),
+        ((1, b'{"step": 3, "epo'), CHANGED),
+        ((0, b"\0" * 40), CHANGED),
+        ((3, None), CHANGED),
+        ((1, "a digit"), CHANGED),
         ((9, b"\xff\xfe{"), ""),  # behind the checkpoint, where nothing counts
     ],
 )
@@ -359,7 +362,7 @@ def test_a_damaged_row_is_lost_aloud_and_blocks_nothing(damage, message, tmp_pat
     told = [f"step 6: {text}" for text in messages]
     assert sentences == [*told, *(event["sentence"] for event in alone.events)]
     logged = rows(run_folder(cfg))
-    assert len(logged) == len(alone.rows) - ("lost" in message)
+    assert len(logged) == len(alone.rows) - (message == CHANGED and content != "a digit")
     assert result["metrics"] == alone.metrics
 
 
