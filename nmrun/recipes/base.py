@@ -287,16 +287,14 @@ def check_hyperparameters(recipe: Recipe) -> None:
 
 def check_mask(recipe: Recipe, weight: SparseWeight, mask: Any) -> Tensor:
     """Return what :meth:`Recipe.choose` gave. ConfigError where it is no mask of this weight."""
-    shape = tuple(weight.dense.shape)
-    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == shape:
-        return mask
-    given = f"a {type(mask).__name__}"
-    if isinstance(mask, Tensor):
-        given = f"{str(mask.dtype).removeprefix('torch.')} {tuple(mask.shape)}"
-    raise ConfigError(
-        f"{type(recipe).__name__}.choose gave {given} for {weight.name}: it takes a tensor of bool "
-        f"{shape}, True = kept"
-    )
+    given = getattr(mask, "dtype", type(mask)), tuple(getattr(mask, "shape", ()))
+    if given != (torch.bool, tuple(weight.dense.shape)):
+        raise ConfigError(
+            f"{type(recipe).__name__}.choose gave {given} for {weight.name}: it takes a tensor of bool "
+            f"{tuple(weight.dense.shape)}, True = kept"
+        )
+    chosen: Tensor = mask
+    return chosen
 
 
 @torch.no_grad()
