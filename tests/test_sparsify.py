@@ -211,9 +211,7 @@ def test_adagrad_is_refused_by_recipes_that_add_parameters(recipe):
     model = net()
     optimizer = torch.optim.Adagrad(model.parameters(), 0.1)
     before = all_of(model, optimizer)
-    with one_line(
-        ConfigError, f"{recipe} adds parameters, and Adagrad makes state for those alone"
-    ):
+    with one_line(ConfigError, f"{recipe} adds parameters that Adagrad cannot move"):
         attach(model, optimizer, recipe)
     assert all_of(model, optimizer) == before
     attach(model, optimizer, "sr_ste")
@@ -406,7 +404,7 @@ def test_a_parameter_keeps_its_gradient_and_its_hooks():
 
 @pytest.mark.parametrize("make", [
     lambda model, optimizer: nmrun.sparsify(model, optimizer, "ste", "2:4"),
-    lambda model, optimizer: Training("ste", "2:4", None, {}, "", "").begin(model, optimizer, None),
+    lambda model, optimizer: Training("ste", "2:4", None, {}).begin(model, optimizer, None),
 ], ids=["sparsify", "callbacks"])  # fmt: skip
 def test_the_first_layer_and_the_head_stay_dense_unless_told_otherwise(make):
     model, optimizer, told = start("ste", exclude=None)

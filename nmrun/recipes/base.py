@@ -28,10 +28,6 @@ from nmrun.sparsity import masks, projections
 from nmrun.sparsity.transposable import transposable_mask
 from nmrun.sparsity.weight import SparseWeight
 
-OWN_MASKS = (
-    "{} has masks of its own: {} ones are for recipes that keep the largest weights, such as sr_ste"
-)
-
 
 @dataclass(frozen=True)
 class Event:
@@ -247,16 +243,21 @@ class Recipe:
     def make_transposable(self) -> None:
         """Choose transposable masks from now on. Raises ValueError for a recipe that does not keep the
         largest weights."""
-        if not self.masks_are_largest:
-            raise ConfigError(OWN_MASKS.format(self.name, "transposable"))
+        self._need_largest("transposable")
         self.transposable = True
 
     def check_blocks(self, pattern: Pattern) -> None:
         """Raise ValueError where the masks cannot be those of a V:N:M pattern."""
         if self.transposable:
             raise ConfigError(f"transposable masks are for N:M patterns, not for {pattern}")
+        self._need_largest(pattern)
+
+    def _need_largest(self, masks: object) -> None:
         if not self.masks_are_largest:
-            raise ConfigError(OWN_MASKS.format(self.name, pattern))
+            raise ConfigError(
+                f"{self.name} has masks of its own: {masks} ones are for recipes that keep the largest "
+                "weights, such as sr_ste"
+            )
 
     @contextlib.contextmanager
     def at(self, step: int) -> Iterator[None]:
