@@ -69,15 +69,10 @@ class Pattern:
         number, between = r"(\d{1,6})", "(?::|of)"
         blocks = f"(?:{number}{between})?"
         match = re.fullmatch(f"{blocks}{number}{between}{number}", str(text).strip())
-        if match is None and isinstance(text, int):
-            raise PatternError(
-                f"{text} is not an N:M pattern: YAML reads 2:4 as a number in base 60; write it in quotes, "
-                'as in "2:4"'
-            )
         if match is None:
             raise PatternError(
                 f"{text!r} is not an N:M pattern: write two numbers of up to six digits with a colon, "
-                "such as 2:4 or 1:16, or three for V:N:M, such as 64:2:8"
+                "such as 2:4 or 1:16 (in YAML in quotes), or three for V:N:M, such as 64:2:8"
             )
         return cls(int(match[2]), int(match[3]), v=int(match[1] or 1))
 

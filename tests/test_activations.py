@@ -267,10 +267,3 @@ def test_features_that_m_does_not_divide(model):
     nmrun.sparse_activations(model, "2:5")
     with pytest.raises(ConfigError, match="2:5 activations: 1 has 16 features, which 5 does not"):
         model(torch.randn(3, 8))
-
-
-def test_outputs_that_are_no_tensor():
-    model = nn.Sequential(nn.LSTM(8, 16))
-    nmrun.sparse_activations(model, "2:4", include="0")
-    with pytest.raises(ConfigError, match="0 returns a tuple: include modules whose output is"):
-        model(torch.randn(3, 8))

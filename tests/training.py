@@ -104,15 +104,14 @@ def everything(
     saved = {"model": bits(model.state_dict()), "optimizer": bits(optimizer.state_dict())}
     saved["keys"] = list(model.state_dict())
     if handle is not None:
-        saved["handle"] = bits(handle.state_dict())
         saved["used"] = bits([w.weight for w in handle.sparse])
     return saved
 
 
 def stored(*parts: Any) -> list[Any]:
-    """The state dicts of these, through a file without pickle."""
+    """The state dicts of these, without handles, through a file without pickle."""
     file = io.BytesIO()
-    torch.save([part.state_dict() for part in parts], file)
+    torch.save([part.state_dict() for part in parts if not isinstance(part, Handle)], file)
     file.seek(0)
     states: list[Any] = torch.load(file, weights_only=True)
     return states

@@ -48,14 +48,7 @@ class NMTrainerCallback(TrainerCallback):
         **options: Any,
     ) -> None:
         self.handle: Handle | None = None
-        self._training = Training(
-            recipe,
-            pattern,
-            total_steps,
-            options,
-            'Trainer(..., optimizer_cls_and_kwargs=(nmrun.optim.AdamW, {"lr": args.learning_rate}))',
-            "NMTrainerCallback(total_steps=...)",
-        )
+        self._training = Training(recipe, pattern, total_steps, options)
         self._step, self._was_sparse = 0, True
 
     def on_train_begin(

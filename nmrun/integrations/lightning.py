@@ -53,11 +53,7 @@ class NMCallback(Callback):
         **options: Any,
     ) -> None:
         self.handle: Handle | None = None
-        self._training = Training(
-            *(recipe, pattern, total_steps, options),
-            own_optimizer="return it from configure_optimizers",
-            length="NMCallback(total_steps=...)",
-        )
+        self._training = Training(recipe, pattern, total_steps, options)
         self._optimizer, self._was_sparse = optimizer, True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nmrun import recipes
-from nmrun.errors import ConfigError, RunError
+from nmrun.errors import RunError
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.step.handle import Handle
@@ -23,8 +23,7 @@ BEGUN: weakref.WeakSet[Handle] = weakref.WeakSet()  # by all callbacks of this p
 class Training:
     """A sparse training whose model and optimizer a stack makes later.
 
-    ``own_optimizer``: how the stack is given an optimizer of nmrun's; ``length``: how it is told
-    the number of steps. Raises ConfigError for an unknown recipe, pattern or value, TypeError for
+    Raises ConfigError for an unknown recipe, pattern or value, TypeError for
     an unknown hyperparameter.
     """
 
@@ -34,16 +33,9 @@ class Training:
         pattern: str | Pattern,
         total_steps: int | None,
         options: dict[str, Any],
-        own_optimizer: str,
-        length: str,
     ) -> None:
         self.handle: Handle | None = None
         self._evaluation = contextlib.ExitStack()
-        self.hints = {
-            "nmrun.optim.": own_optimizer,
-            "needs total_steps": length,
-            "is sparse already": "a training takes one callback, whose overrides= give layers other patterns",
-        }
         self.pattern, self.recipe = Pattern.parse(pattern), recipe
         self.total_steps, self.options = total_steps, options
         arguments = inspect.signature(sparsify).parameters
@@ -75,15 +67,7 @@ class Training:
                 last.stepper.warn("another training of these weights begins, and this one is left")
             last.abandon()
         total = total_steps if self.total_steps is None else self.total_steps
-        try:
-            self.handle = sparsify(
-                model, optimizer, self.recipe, self.pattern, total, **self.options
-            )
-        except ConfigError as error:
-            for part, hint in self.hints.items():
-                if part in str(error):
-                    raise ConfigError(f"{error}: {hint}") from None
-            raise
+        self.handle = sparsify(model, optimizer, self.recipe, self.pattern, total, **self.options)
         BEGUN.add(self.handle)
         return self.handle
 

@@ -86,11 +86,7 @@ class LayerMatrix:
         by_channel = windows.unflatten(
             -2, (conv.in_channels, -1)
         )  # (batch, channels, places, tokens)
-        return by_channel.movedim((-1, -2, -3), (-3, -2, -1)).reshape(-1, self.matrix_columns)
-
-    @property
-    def matrix_columns(self) -> int:
-        return self.weight.numel() // self.weight.shape[self.outputs]
+        return by_channel.movedim((-1, -2, -3), (-3, -2, -1)).flatten(0, -3).flatten(1)
 
 
 @contextlib.contextmanager

@@ -114,13 +114,9 @@ def prune(
     check_module(model, "prune")
     others = inspect.signature(prune).parameters
     pruner, pattern = oneshot.build(method, hyperparameters, others), Pattern.parse(pattern)
-    if isinstance(batches, str):  # the pattern, as in nmrun.sparsify
-        raise ConfigError(f"prune takes calibration batches first, and {batches!r} is none")
-    if isinstance(batches, Tensor | Mapping):
-        raise ConfigError("prune takes several batches: give one by itself as [batch]")
-    calibration = list(batches)
+    calibration = [] if isinstance(batches, str | Tensor | Mapping) else list(batches)
     if not calibration:
-        raise ConfigError("prune needs calibration inputs, and there is no batch")
+        raise ConfigError("prune takes a list of calibration batches, one at least: [batch]")
     layers, left_dense = _selection(model, pattern, include, exclude, overrides, pad)
     blocks = [layer.pattern for layer in layers if layer.pattern.v > 1]
     permuter = pruner if isinstance(pruner, Scored) and pruner.permute else None
@@ -164,10 +160,6 @@ def _selection(
     candidates, left_dense = select(model, pattern, include, exclude, overrides=overrides, pad=pad)
     if live := [c.name for c in candidates if LIVE.get(id(c.parameter)) is c.parameter]:
         raise ConfigError(f"{live[0]} is trained sparse: call finalize() on its handle first")
-    if far := [
-        c.name for c in candidates if c.parameter.is_meta or hasattr(c.parameter, "_local_tensor")
-    ]:
-        raise ConfigError(f"{far[0]} is on meta or sharded: pruning needs whole weights")
     modules_of: dict[int, list[nn.Module]] = {}  # a weight may be tied
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -208,16 +200,9 @@ def _prune_layer(layer: LayerMatrix, method: Method, gram: Tensor) -> dict[str, 
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
-    args = batch if isinstance(batch, tuple | list) else (batch,)
-    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (args, {})
-    try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError as error:  # such as inputs with their labels
-        raise ConfigError(
-            f"the model does not take a batch as it is ({error}): say how by "
-            "forward=lambda model, batch: model(batch[0])"
-        ) from None
-    return model(*args, **kwargs)
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 @contextlib.contextmanager
@@ -225,26 +210,21 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
     """Set a model to evaluation, without a cache of keys and values and with its experts one by
     one, while the context is entered."""
     training = {module: module.training for module in model.modules()}
-    configs: dict[int, Any] = {
-        id(c): c for m in training if hasattr(c := getattr(m, "config", None), "use_cache")
-    }
-    cached = {key: config.use_cache for key, config in configs.items()}
-    mixtures = [c for c in configs.values() if hasattr(c, "_experts_implementation")]
-    implemented = [config._experts_implementation for config in mixtures]
+    values = {"use_cache": False, "_experts_implementation": "eager"}
+    configs = {id(c): c for m in training if (c := getattr(m, "config", None)) is not None}
+    before = [
+        (c, key, getattr(c, key)) for c in configs.values() for key in values if hasattr(c, key)
+    ]
     model.eval()
-    for config in configs.values():
-        config.use_cache = False
-    for config in mixtures:
-        config._experts_implementation = "eager"  # expert by expert, so that each is seen
+    for config, key, _ in before:
+        setattr(config, key, values[key])
     try:
         yield
     finally:
         for module, mode in training.items():
             module.training = mode
-        for key, config in configs.items():
-            config.use_cache = cached[key]
-        for config, before in zip(mixtures, implemented, strict=True):
-            config._experts_implementation = before
+        for config, key, value in before:
+            setattr(config, key, value)
 
 
 # --- the order of input channels, so that masks keep more of the scores ------------------------------

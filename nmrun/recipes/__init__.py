@@ -99,15 +99,15 @@ def build(
     hyperparameter. ``others``: what else may have been meant by such a one."""
     from nmrun.recipes.base import Recipe, check_hyperparameters
 
-    if isinstance(recipe, type):
-        raise ConfigError(f"recipe={recipe.__name__} is a class: write {recipe.__name__}()")
     if isinstance(recipe, Recipe):
         if hyperparameters:
             names = ", ".join(hyperparameters)
             raise TypeError(f"{recipe.name} is made already: give {names} to its constructor")
         instance = copy.copy(recipe)  # one object can serve several models
     elif not isinstance(recipe, str):
-        raise ConfigError(f"recipe={recipe!r}: it takes a name, a dotted path or a recipe")
+        raise ConfigError(
+            f"recipe={recipe!r}: it takes a name, a dotted path or a recipe such as STEP()"
+        )
     else:
         kind = find(recipe)
         fields = list(checks(kind))

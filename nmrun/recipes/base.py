@@ -28,10 +28,6 @@ from nmrun.sparsity import masks, projections
 from nmrun.sparsity.transposable import transposable_mask
 from nmrun.sparsity.weight import SparseWeight
 
-OWN_MASKS = (
-    "{} has masks of its own: {} ones are for recipes that keep the largest weights, such as sr_ste"
-)
-
 
 @dataclass(frozen=True)
 class Event:
@@ -247,16 +243,21 @@ class Recipe:
     def make_transposable(self) -> None:
         """Choose transposable masks from now on. Raises ValueError for a recipe that does not keep the
         largest weights."""
-        if not self.masks_are_largest:
-            raise ConfigError(OWN_MASKS.format(self.name, "transposable"))
+        self._need_largest("transposable")
         self.transposable = True
 
     def check_blocks(self, pattern: Pattern) -> None:
         """Raise ValueError where the masks cannot be those of a V:N:M pattern."""
         if self.transposable:
             raise ConfigError(f"transposable masks are for N:M patterns, not for {pattern}")
+        self._need_largest(pattern)
+
+    def _need_largest(self, masks: object) -> None:
         if not self.masks_are_largest:
-            raise ConfigError(OWN_MASKS.format(self.name, pattern))
+            raise ConfigError(
+                f"{self.name} has masks of its own: {masks} ones are for recipes that keep the largest "
+                "weights, such as sr_ste"
+            )
 
     @contextlib.contextmanager
     def at(self, step: int) -> Iterator[None]:
@@ -287,16 +288,14 @@ def check_hyperparameters(recipe: Recipe) -> None:
 
 def check_mask(recipe: Recipe, weight: SparseWeight, mask: Any) -> Tensor:
     """Return what :meth:`Recipe.choose` gave. ConfigError where it is no mask of this weight."""
-    shape = tuple(weight.dense.shape)
-    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == shape:
-        return mask
-    given = f"a {type(mask).__name__}"
-    if isinstance(mask, Tensor):
-        given = f"{str(mask.dtype).removeprefix('torch.')} {tuple(mask.shape)}"
-    raise ConfigError(
-        f"{type(recipe).__name__}.choose gave {given} for {weight.name}: it takes a tensor of bool "
-        f"{shape}, True = kept"
-    )
+    given = getattr(mask, "dtype", type(mask)), tuple(getattr(mask, "shape", ()))
+    if given != (torch.bool, tuple(weight.dense.shape)):
+        raise ConfigError(
+            f"{type(recipe).__name__}.choose gave {given} for {weight.name}: it takes a tensor of bool "
+            f"{tuple(weight.dense.shape)}, True = kept"
+        )
+    chosen: Tensor = mask
+    return chosen
 
 
 @torch.no_grad()

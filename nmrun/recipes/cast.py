@@ -1,7 +1,8 @@
 """CAST: dense weights that a growing L1 decay draws to N:M (Huang et al. 2025, arXiv 2509.25996).
 
-The forward pass is dense until the last step: ``w * s``, with learnable scales s
-(:class:`PartScales`). The mask is chosen anew every ``interval`` steps. AdamS (algorithm 1) moves
+The forward pass is dense until the last step: ``w * s``, with learnable scales s (equations 11 and 12):
+parameters (outputs, parts) that begin as ones. Groups of M stay whole; the positions of a convolution's
+kernel share them. The mask is chosen anew every ``interval`` steps. AdamS (algorithm 1) moves
 the other weights less and less by their gradients, more and more towards zero. With Adam's first
 moment m1, a = (t - 1) / T at step t, and the step of :class:`nmrun.recipes.ast.AdamDecay`::
 
@@ -30,45 +31,8 @@ from nmrun.recipes.parameters import AddedParameters
 from nmrun.sparsity.weight import SparseWeight
 
 
-class PartScales(AddedParameters):
-    """Learnable scales beside the weights (equations 11 and 12): parameters (outputs, parts) that
-    begin as ones. Groups of M stay whole; the positions of a convolution's kernel share them."""
-
-    parts: int
-
-    def scale_outputs(
-        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
-    ) -> None:
-        """Give every weight its scales, which no weight decay acts on."""
-
-        def ones(weight: SparseWeight) -> dict[str, Tensor]:
-            return {"scales": weight.dense.new_ones(weight.dense.shape[weight.outputs], self.parts)}
-
-        self.add(weights, optimizer, ones, weight_decay=0.0)
-
-    def scale(self, weight: SparseWeight) -> Tensor:
-        """The scale of every entry, of a shape that broadcasts to the weight's."""
-        scales = self.parameter(weight, "scales").detach()[:, self._part(weight)]
-        others = (1,) * (weight.dense.dim() - 2)
-        return scales.reshape(*scales.shape, *others).movedim((0, 1), (weight.outputs, weight.dim))
-
-    def chain(self, weight: SparseWeight, gradient: Tensor) -> None:
-        """From ``gradient`` at ``scale * w`` make that of the scales, and in place that of w."""
-        sides = (weight.outputs, weight.dim)
-        of_entries = (gradient * weight.dense).movedim(sides, (0, 1))
-        of_inputs = of_entries.reshape(*of_entries.shape[:2], -1).sum(2)
-        members = one_hot(self._part(weight), self.parts).to(of_inputs.dtype)
-        self.parameter(weight, "scales").grad = of_inputs @ members
-        gradient.mul_(self.scale(weight))
-
-    def _part(self, weight: SparseWeight) -> Tensor:
-        inputs, m = weight.dense.shape[weight.dim], weight.pattern.m
-        group = torch.arange(inputs, device=weight.dense.device) // m
-        return group * self.parts // -(-inputs // m)
-
-
 @dataclass
-class CAST(PartScales, AdamDecay):
+class CAST(AddedParameters, AdamDecay):
     """A growing L1 decay that draws a trained network's weights to N:M.
 
     When to use: retraining a trained language model from its dense weights, with a dense
@@ -96,7 +60,31 @@ class CAST(PartScales, AdamDecay):
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         super().attach(weights, optimizer)
-        self.scale_outputs(weights, optimizer)
+
+        def ones(weight: SparseWeight) -> dict[str, Tensor]:
+            return {"scales": weight.dense.new_ones(weight.dense.shape[weight.outputs], self.parts)}
+
+        self.add(weights, optimizer, ones, weight_decay=0.0)
+
+    def _part(self, weight: SparseWeight) -> Tensor:
+        inputs, m = weight.dense.shape[weight.dim], weight.pattern.m
+        group = torch.arange(inputs, device=weight.dense.device) // m
+        return group * self.parts // -(-inputs // m)
+
+    def scale(self, weight: SparseWeight) -> Tensor:
+        """The scale of every entry, of a shape that broadcasts to the weight's."""
+        scales = self.parameter(weight, "scales").detach()[:, self._part(weight)]
+        others = (1,) * (weight.dense.dim() - 2)
+        return scales.reshape(*scales.shape, *others).movedim((0, 1), (weight.outputs, weight.dim))
+
+    def chain(self, weight: SparseWeight, gradient: Tensor) -> None:
+        """From ``gradient`` at ``scale * w`` make that of the scales, and in place that of w."""
+        sides = (weight.outputs, weight.dim)
+        of_entries = (gradient * weight.dense).movedim(sides, (0, 1))
+        of_inputs = of_entries.reshape(*of_entries.shape[:2], -1).sum(2)
+        members = one_hot(self._part(weight), self.parts).to(of_inputs.dtype)
+        self.parameter(weight, "scales").grad = of_inputs @ members
+        gradient.mul_(self.scale(weight))
 
     @property
     def is_sparse(self) -> bool:

@@ -88,11 +88,6 @@ class MaskLLM(MaskScores, FrozenWeights):
         self.soft: dict[str, Tensor] = {}  # the blend of masks that the forward pass uses
         self.place = {weight.name: number for number, weight in enumerate(weights)}
         check_groups(optimizer, self.name)
-        if optimizer.param_groups[0]["lr"] is None:
-            raise ConfigError(
-                f"{self.name}: the logits' learning rate is lr_mult times that of the first "
-                "parameter group, which has none (lr=None): give the optimizer a number"
-            )
         if (path := self.path) is not None:  # read when the dense phase ends; mistakes are told now
             for weight in weights:
                 masks_in(path, weight)

@@ -66,17 +66,13 @@ class AddedParameters(Recipe):
             self.owners[name][key] = parameter.detach()
         self.lr_mult, self.options = lr_mult, options
         params = list(self.parameters.values())
-        if isinstance(optimizer, getattr(torch.optim, "Muon", ())) and any(
-            parameter.dim() != 2 for parameter in params
-        ):
+        # Muon moves matrices alone; Adagrad makes state in its constructor alone
+        muon = isinstance(optimizer, getattr(torch.optim, "Muon", ()))
+        takes_none = muon and any(parameter.dim() != 2 for parameter in params)
+        if takes_none or isinstance(optimizer, torch.optim.Adagrad):
             raise ConfigError(
-                f"{self.name} adds parameters that are no matrices, and Muon moves matrices alone: "
-                "use another optimizer for the sparse weights, such as AdamW"
-            )
-        if isinstance(optimizer, torch.optim.Adagrad):
-            raise ConfigError(
-                f"{self.name} adds parameters, and Adagrad makes state for those alone that it is "
-                "constructed with: use another optimizer, such as AdamW or SGD"
+                f"{self.name} adds parameters that {type(optimizer).__name__} cannot move: use another "
+                "optimizer for the sparse weights, such as AdamW"
             )
         group = self._settings(optimizer)
         if "param_names" in optimizer.param_groups[0]:  # torch names all parameters or none

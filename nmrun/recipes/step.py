@@ -113,8 +113,6 @@ class STEP(Recipe):
         if self.dense_forward and self.switching.automatic:
             self.switching.observe(weights, freezable(optimizer))
         self._give_rates_back(optimizer)  # where the last step failed half-way
-        if not self.dense_forward and self.second_moment == "frozen":
-            check_frozen(weights, optimizer)
         if not self.dense_forward and self.lr_factor != 1:
             self._rates = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
@@ -150,17 +148,6 @@ class STEP(Recipe):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.switching.load_state_dict(state["autoswitch"])
-
-
-def check_frozen(weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError where phase two would update a second moment, since the optimizer's state was
-    not loaded."""
-    for weight in weights:
-        if "frozen_denominator" not in optimizer.state.get(weight.parameter, ()):
-            raise ConfigError(
-                f"step: the optimizer has no frozen second moment of {weight.name}, and the recipe is "
-                "in phase two: load the optimizer's state dict, which has it"
-            )
 
 
 def freezable(optimizer: torch.optim.Optimizer) -> Adam:

@@ -14,9 +14,6 @@ from nmrun.optim.adam import Adam, second_moment_change, second_moment_sum
 from nmrun.sparsity.processes import global_sum
 from nmrun.sparsity.weight import SparseWeight
 
-RATIO = 0.96  # of the variances, above which VarianceRatio has settled
-CHANGE = 0.5  # of the gradient's norm, below which GradientNorm has
-
 
 class Switch:
     """Decides after which optimizer step t (counted from 1) phase two begins.
@@ -269,6 +266,10 @@ class AutoSwitch(Switch):
 class NormSwitch(Switch):
     """A rule by a norm now and D = 1 / (1 - beta2) steps ago; the window holds those between, too."""
 
+    what: ClassVar[str]
+    key: ClassVar[str]
+    threshold: ClassVar[float]
+
     def length(self, beta2: float) -> int:
         return steps_of(beta2) + 1
 
@@ -276,6 +277,12 @@ class NormSwitch(Switch):
         """The norm of step t - D, and that of step t."""
         size = len(self.window)
         return self.window[self.samples % size], self.window[(self.samples - 1) % size]
+
+    def reading(self) -> str:
+        return f"{self.what} {float(self.measure()):.3g}, threshold {self.threshold}"
+
+    def metrics(self) -> dict[str, float]:
+        return {self.key: float(self.measure())} if self.ready else {}
 
 
 class VarianceRatio(NormSwitch):
@@ -289,6 +296,8 @@ class VarianceRatio(NormSwitch):
     run of this rule could not be looked up.
     """
 
+    what, key, threshold = "ratio of variances", "step/variance_ratio", 0.96
+
     def observe(self, weights: Sequence[SparseWeight], adam: Adam) -> None:
         self.keep(global_sum(weights, lambda part: _second_moment(part, adam)))
 
@@ -297,13 +306,7 @@ class VarianceRatio(NormSwitch):
         return before / now
 
     def has_settled(self, measure: float) -> bool:
-        return measure > RATIO
-
-    def reading(self) -> str:
-        return f"ratio of variances {float(self.measure()):.3g}, threshold {RATIO}"
-
-    def metrics(self) -> dict[str, float]:
-        return {"step/variance_ratio": float(self.measure())} if self.ready else {}
+        return measure > self.threshold
 
 
 class GradientNorm(NormSwitch):
@@ -316,6 +319,8 @@ class GradientNorm(NormSwitch):
     layer, gradients added up over an epoch with those ten epochs before. Here the norm is over all
     sparse weights, of single steps, D apart: STEP's own form could not be looked up.
     """
+
+    what, key, threshold = "change of the gradient's norm", "step/gradient_norm_change", 0.5
 
     def observe(self, weights: Sequence[SparseWeight], adam: Adam) -> None:
         def squares(part: Sequence[SparseWeight]) -> Tensor:
@@ -331,13 +336,7 @@ class GradientNorm(NormSwitch):
         return (before - now).abs() / before
 
     def has_settled(self, measure: float) -> bool:
-        return measure < CHANGE
-
-    def reading(self) -> str:
-        return f"change of the gradient's norm {float(self.measure()):.3g}, threshold {CHANGE}"
-
-    def metrics(self) -> dict[str, float]:
-        return {"step/gradient_norm_change": float(self.measure())} if self.ready else {}
+        return measure < self.threshold
 
 
 def _second_moment(weights: Sequence[SparseWeight], adam: Adam) -> Tensor:

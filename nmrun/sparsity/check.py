@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError
 from nmrun.patterns import COLUMNS, Pattern
+from nmrun.sparsity.layers import check_module
 from nmrun.sparsity.reference import grouped, holds
 from nmrun.sparsity.select import LeftDense, select
 
@@ -45,11 +45,8 @@ def check_nm(
     pattern = Pattern.parse(pattern)
     if isinstance(model_or_tensor, Tensor):
         weights = [("tensor", model_or_tensor, dim, pattern)]
-    elif not isinstance(model_or_tensor, nn.Module):
-        raise ConfigError(
-            f"{type(model_or_tensor).__name__} is neither a tensor nor a module: give check_nm one"
-        )
     else:
+        check_module(model_or_tensor, "check_nm")
         candidates = select(
             model_or_tensor, pattern, include, exclude, None, overrides, None, pad, dims
         )[0]
@@ -65,11 +62,10 @@ def check_nm(
             first = (count > ratio.n).nonzero()[0].tolist()
             start = first[d - 1] * ratio.m
             end = min(start + ratio.m, weight.shape[d - 1])
-            place = ", ".join(
-                f"{start}-{end - 1}" if axis == d - 1 else str(i) for axis, i in enumerate(first)
-            )
+            place = [str(index) for index in first]
+            place[d - 1] = f"{start}-{end - 1}"
             raise ValueError(
-                f"{name} is not {ratio}: {int(count[tuple(first)])} of {end - start} weights at [{place}] are non-zero"
+                f"{name} is not {ratio}: {int(count[tuple(first)])} of {end - start} weights at [{', '.join(place)}] are non-zero"
             )
         raise ValueError(
             f"{name} is not {ratio}: {ratio.v} outputs have non-zeros in more than {COLUMNS} of {ratio.m} columns"

@@ -7,7 +7,7 @@ import functools
 import itertools
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -168,42 +168,23 @@ def _foreign_kind(parameter: nn.Parameter) -> str:
 
 
 def _experts(module: nn.Module) -> dict[str, Axes]:
-    """Stacked matrices by the module's own flag, by its sizes, or by how two fit together."""
+    """Stacked matrices, by the flag that transformers sets on the module, or by how two fit together:
+    a fused gate-and-up stack, H to 2I, and a down stack, I to H. Sizes fit in one way at most: only
+    the stack that writes 2I is twice as wide as the one that reads I."""
     stacks = {
         name: p
         for name, p in module._parameters.items()
         if p is not None and not isinstance(p, UninitializedParameter) and p.dim() == 3
     }
     transposed = getattr(module, "is_transposed", None)
-    if isinstance(transposed, bool):  # set by transformers
-        dim = 1 if transposed else 2
-        return {name: Axes(dim, 3 - dim) for name in stacks}
-    if len(stacks) == 1:
-        return _by_attributes(module, stacks)
-    return _gated_pair(stacks) if len(stacks) == 2 else {}
-
-
-def _by_attributes(module: nn.Module, stacks: Mapping[str, Tensor]) -> dict[str, Axes]:
-    """The input dimension by the module's ``input_size`` and ``output_size``."""
-    ((name, stack),) = stacks.items()
-    for ends in (("input_size", "output_size"), ("in_features", "out_features")):
-        inputs, outputs = (getattr(module, end, None) for end in ends)
-        if inputs != outputs and {inputs, outputs} == set(stack.shape[1:]):
-            dim = 1 if stack.shape[1] == inputs else 2
-            return {name: Axes(dim, 3 - dim)}
-    return {}
-
-
-def _gated_pair(stacks: Mapping[str, Tensor]) -> dict[str, Axes]:
-    """The input dimensions of a fused gate-and-up stack, H to 2I, and a down stack, I to H. The
-    sizes fit in one way at most: only the stack that writes 2I is twice as wide as the one that
-    reads I."""
-    for (up, wide), (down, narrow) in itertools.permutations(stacks.items(), 2):
+    if isinstance(transposed, bool):
+        return dict.fromkeys(stacks, Axes(1, 2) if transposed else Axes(2, 1))
+    for wide, narrow in itertools.permutations(stacks.values()) if len(stacks) == 2 else ():
         for dim in (1, 2):
             inner = narrow.shape[dim]
             fits = wide.shape[3 - dim] == 2 * inner and wide.shape[dim] == narrow.shape[3 - dim]
             if fits and min(wide.shape[0], narrow.shape[0]) > 1:
-                return {name: Axes(dim, 3 - dim) for name in (up, down)}
+                return dict.fromkeys(stacks, Axes(dim, 3 - dim))
     return {}
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,16 +16,8 @@ from nmrun.errors import ConfigError
 from nmrun.sparsity.weight import SparseWeight
 
 
-class RecipeClock(Protocol):
-    """The part of a recipe that is read here."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 @torch.no_grad()
-def agree_over_ranks(recipe: RecipeClock, weights: Sequence[SparseWeight]) -> bool:
+def agree_over_ranks(recipe: Any, weights: Sequence[SparseWeight]) -> bool:
     """Give every rank rank 0's tensors of replicated weights where they differ; whether there were
     any. Ranks that called ``sparsify`` before DDP synchronised their models have equal projected
     weights but different dense weights, masks and scales. Ranks with different seeds have

@@ -13,9 +13,8 @@ from typing import TypeVar
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from nmrun.errors import raise_all
+from nmrun.errors import ConfigError, raise_all, refused
 from nmrun.patterns import Pattern, PatternError
-from nmrun.ranges import Check, check_values
 from nmrun.sparsity.layers import Candidate as Candidate
 from nmrun.sparsity.layers import axes, is_conv1d, is_embedding, named_parameters, with_axes
 
@@ -92,18 +91,18 @@ def select(
     sparse: list[Candidate] = []
     dense: list[LeftDense] = []
     first_names: dict[int, str] = {}  # a parameter's first name; empty where that one is sparse
-    fits: dict[
-        str, str
-    ] = {}  # by override: why its first weight does not hold it; empty where one does
+    # by override: why its first weight does not hold it; empty where one does
+    fits: dict[str, str] = {}
     for entry in options.parameters:
-        ratio = options.pattern(entry, pattern)
+        text, override = options.override(entry)
+        ratio = override or pattern
         if (first := first_names.get(id(entry.parameter))) is not None:
             if not first:
                 continue
             reason = options.reason(entry) or f"tied to {first}"
         else:
             reason = options.reason(entry) or _training_obstacle(entry, owned)
-            if (text := options.override(entry)) and not reason:
+            if override and not reason:
                 unfit = _size_obstacle(entry, ratio, pad)
                 fits[text] = unfit and fits.get(text, f"{entry.name} with {ratio}: {unfit}")
             reason = (
@@ -164,25 +163,13 @@ def _recipe_obstacle(entry: Candidate, pattern: Pattern, refuses: Refuses | None
 AUTO = "auto"  # in exclude: the first layer and the heads
 FIRST, HEAD = "first layer (exclude=auto)", "head (exclude=auto)"
 
-NAMES = Check(
-    "a regular expression or a list of them",
-    lambda value: value is None or isinstance(value, Iterable),
-)
-TAKES = {"include": NAMES, "exclude": NAMES} | {
-    option: Check(
-        f"a dict from regular expressions to {values}",
-        lambda value: value is None or isinstance(value, Mapping),
-    )
-    for option, values in (("overrides", "patterns"), ("dims", "dimensions"))
-}
-
 T = TypeVar("T")
 Choices = list[tuple[re.Pattern[str], T]]  # the first expression that matches counts
 
 
 class Options:
-    """The options of a selection (:func:`select`), checked together, and the parameters under all
-    their names. Raises ConfigError with all mistakes in the options."""
+    """The options of a selection (:func:`select`), and the parameters under all their names. Raises
+    ConfigError for the first mistake in the options."""
 
     def __init__(
         self,
@@ -192,30 +179,24 @@ class Options:
         overrides: Mapping[str, str | Pattern] | None = None,
         dims: Mapping[str, int] | None = None,
     ) -> None:
-        given = {"include": include, "exclude": exclude, "overrides": overrides, "dims": dims}
-        check_values(TAKES, given)
-        self._problems: list[str] = []
-        parameters = named_parameters(model)
-        named = self._dims(parameters, dims or {})
-        if self._problems:  # the axes cannot be told by wrong dimensions
-            named = []
-        self.parameters = with_axes(model, parameters, lambda each: _first(named, each.names))
+        self.parameters = named_parameters(model)
+        named = [self._dim(text, dim) for text, dim in (dims or {}).items()]
+        self.parameters = with_axes(model, self.parameters, lambda each: _first(named, each.names))
         unwanted = _several(exclude)
         self._include = None if include is None else self._modules("include", _several(include))
         self._exclude = self._modules("exclude", [text for text in unwanted if text != AUTO])
-        self._overrides = self._patterns(overrides or {})
-        raise_all(self._problems)
+        # each with its own text and its pattern, None for dense
+        self._overrides: Choices[tuple[str, Pattern | None]] = []
+        for text, ratio in (overrides or {}).items():
+            with refused(f"overrides: {text!r}: ", PatternError):
+                pattern = None if ratio == "dense" else Pattern.parse(ratio)
+            self._overrides += [(e, (text, pattern)) for e in self._modules("overrides", [text])]
         self._ends = _ends(model, self.parameters) if AUTO in unwanted else {}
 
-    def pattern(self, parameter: Candidate, default: Pattern) -> Pattern:
-        return _first(self._overrides, parameter.module_names) or default
-
-    def override(self, parameter: Candidate) -> str | None:
-        """The expression of the override that gives a parameter its pattern, if one does."""
-        texts = [
-            (expression, expression.pattern) for expression, pattern in self._overrides if pattern
-        ]
-        return _first(texts, parameter.module_names)
+    def override(self, parameter: Candidate) -> tuple[str, Pattern | None]:
+        """The expression of the override that counts for a parameter, empty without one, and the
+        pattern that it gives, None for dense."""
+        return _first(self._overrides, parameter.module_names) or ("", None)
 
     def reason(self, parameter: Candidate) -> str:
         """Why a parameter stays dense by the options, or cannot be sparse; or an empty string."""
@@ -227,8 +208,9 @@ class Options:
             return problem
         if self._include is not None and not is_included:
             return "not in include"
-        if any(_match([expression], modules) for expression, _ in self._overrides):
-            return problem if _first(self._overrides, modules) else "dense by overrides"
+        text, override = self.override(parameter)
+        if text:
+            return problem if override else "dense by overrides"
         if _match(self._exclude, modules):
             return "excluded"
         ends = (self._ends[name] for name in parameter.names if name in self._ends)
@@ -238,57 +220,37 @@ class Options:
 
     def _modules(self, option: str, texts: Sequence[str]) -> list[re.Pattern[str]]:
         every = list({name for each in self.parameters for name in each.module_names})
-        compiled = []
-        for text in texts:
-            if (expression := self._compiled(option, text)) is None:
-                continue
-            compiled.append(expression)
+        expressions = [_compiled(option, text) for text in texts]
+        for expression in expressions:
             if not _match([expression], every):
                 layers = [each.module_name for each in self.parameters if each.may_be_sparse]
                 listing = _listing(name or "(the model itself)" for name in layers)
-                self._problems.append(
-                    f"{option}: {text!r} matches no layer's whole name; there are {listing}"
+                raise ConfigError(
+                    f"{option}: {expression.pattern!r} matches no layer's whole name; there are "
+                    f"{listing}"
                 )
-        return compiled
+        return expressions
 
-    def _patterns(self, overrides: Mapping[str, str | Pattern]) -> Choices[Pattern | None]:
-        """None stands for dense."""
-        choices: Choices[Pattern | None] = []
-        for text, ratio in overrides.items():
-            try:
-                pattern = None if ratio == "dense" else Pattern.parse(ratio)
-            except PatternError as error:
-                self._problems.append(f"overrides: {text!r}: {error}")
-                continue
-            choices += [(expression, pattern) for expression in self._modules("overrides", [text])]
-        return choices
-
-    def _dims(self, parameters: Sequence[Candidate], dims: Mapping[str, int]) -> Choices[int]:
-        named: Choices[int] = []
-        for text, dim in dims.items():
-            if (expression := self._compiled("dims", text)) is None:
-                continue
-            named.append((expression, dim))
-            matches = [each for each in parameters if _match([expression], each.names)]
-            if not matches:
-                self._problems.append(
-                    f"dims: {text!r} matches no parameter of two dimensions or more; "
-                    f"there are {_listing(each.name for each in parameters)}"
+    def _dim(self, text: str, dim: int) -> tuple[re.Pattern[str], int]:
+        expression = _compiled("dims", text)
+        matches = [each for each in self.parameters if _match([expression], each.names)]
+        if not matches:
+            raise ConfigError(
+                f"dims: {text!r} matches no parameter of two dimensions or more; there are "
+                f"{_listing(each.name for each in self.parameters)}"
+            )
+        for each in matches:
+            if each.shape and dim not in range(len(each.shape)):
+                raise ConfigError(
+                    f"dims: {text!r}: {dim!r} is no dimension of {each.name} {list(each.shape)} "
+                    f"(0 to {len(each.shape) - 1})"
                 )
-            wrong = [p for p in matches if p.shape and dim not in range(len(p.shape))]
-            for first in wrong[:1]:
-                self._problems.append(
-                    f"dims: {text!r}: {dim!r} is no dimension of {first.name} "
-                    f"{list(first.shape)} (0 to {len(first.shape) - 1})"
-                )
-        return named
+        return expression, dim
 
-    def _compiled(self, option: str, text: str) -> re.Pattern[str] | None:
-        try:
-            return re.compile(text)
-        except (re.error, TypeError) as error:
-            self._problems.append(f"{option}: {text!r} is not a regular expression: {error}")
-            return None
+
+def _compiled(option: str, text: str) -> re.Pattern[str]:
+    with refused(f"{option}: {text!r} is not a regular expression: ", re.error, TypeError):
+        return re.compile(text)
 
 
 def _ends(model: nn.Module, parameters: Sequence[Candidate]) -> dict[str, str]:

@@ -120,11 +120,6 @@ class SparseActivations:
         if self.pattern is None:
             pruned = activations
         else:
-            if not isinstance(activations, Tensor):
-                raise ConfigError(
-                    f"{name} returns a {type(activations).__name__}: include modules whose output is "
-                    "one tensor"
-                )
             if activations.shape[-1] % self.pattern.m:
                 raise ConfigError(
                     f"{self.pattern} activations: {name} has {activations.shape[-1]} features, "

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import html
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from nmrun.sparsity.check import layer_report, weights_report
 from nmrun.sparsity.layers import plain_name
 from nmrun.sparsity.select import UNTRAINED, LeftDense, by_reason
 from nmrun.sparsity.weight import SparseWeight
-from nmrun.step.resume import check_settings, settings_of
 from nmrun.step.stepper import REPLACED, Stepper
 
 
@@ -198,70 +196,21 @@ class Handle:
         )
 
     def __repr__(self) -> str:
-        lines = self._layers()
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-        if self.left_dense:
-            rows.append(f"dense: {by_reason(self.left_dense)}")
-        return "\n".join([self._title(), *(f"  {row}" for row in rows)])
-
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in line) + "</tr>"
-            for line in self._layers()
-        )
-        head = "<tr><th>weight</th><th>pattern</th><th>shape</th></tr>"
-        return f"<p>{html.escape(self._title())}</p><table>{head}{rows}</table>"
-
-    def _title(self) -> str:
-        recipe, number = self.recipe, len(self.sparse or self.finished)
+        recipe, weights = self.recipe, self.sparse or self.finished
         total = "" if recipe.total_steps is None else f" of {recipe.total_steps}"
         phase = "finished" if self.finished else f"{self.phase} phase"
-        return (
-            f"nmrun.Handle: {recipe.name or type(recipe).__name__}, {phase}, "
-            f"step {recipe.step}{total}; {number} sparse weight{'' if number == 1 else 's'}, "
+        title = (
+            f"nmrun.Handle: {recipe.name or type(recipe).__name__}, {phase}, step {recipe.step}"
+            f"{total}; {len(weights)} sparse weight{'' if len(weights) == 1 else 's'}, "
             f"{len(self.left_dense)} left dense"
         )
-
-    def _layers(self) -> list[tuple[str, str, str]]:
-        return [
-            (w.name, str(w.pattern), " x ".join(map(str, w.parameter.shape)))
-            for w in self.sparse or self.finished
-        ]
+        width = max((len(weight.name) for weight in weights), default=0)
+        rows = [f"{w.name:{width}}  {w.pattern}  {' x '.join(map(str, w.shape))}" for w in weights]
+        if self.left_dense:
+            rows.append(f"dense: {by_reason(self.left_dense)}")
+        return "\n  ".join([title, *rows])
 
     # --- saving and finishing --------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """The sparse training's state, for loops that do not save the optimizer's state dict, which has
-        all of it. STEP's frozen second moment is in the latter alone.
-
-        Returns:
-            ``nmrun``, the recipe's clock as plain data, and ``weights``, by name the tensors of
-            each sparse weight. They are not copied.
-        """
-        return {
-            "nmrun": settings_of(self.recipe, self.sparse),
-            "weights": {plain_name(w.name): w.saved() for w in self.sparse},
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`.
-
-        Raises:
-            ConfigError: for the state of another recipe, ratio or choice of weights, of another
-                version of what is saved, or of an optimizer.
-        """
-        if "nmrun" not in state:
-            raise ConfigError(
-                "this state is not a handle's: it takes what handle.state_dict() gives"
-            )
-        check_settings(state["nmrun"] or {}, self.recipe, self.sparse)
-        tensors = {plain_name(name): saved for name, saved in state["weights"].items()}
-        for weight in self.sparse:
-            weight.clear()
-            for key, value in tensors[plain_name(weight.name)].items():
-                weight.restore(key, value.clone())
-        self.stepper.resume.restore(state["nmrun"])
 
     def make_room(self, metadata: Any) -> None:
         """Prepare the optimizer's state for a load by ``torch.distributed.checkpoint``.
@@ -302,13 +251,7 @@ class Handle:
         self._reshard()
         if self.sparse:
             self.stepper.recover()
-            dense = self.recipe.dense_forward
-            moved = (
-                w.name
-                for w in self.sparse
-                if not dense and w.moved() and self.stepper.differs(w) and not w.holds()
-            )
-            check_finished(self.model, self.recipe, self.sparse, next(moved, ""))
+            check_finished(self.model, self.stepper)
             self.finished = self.sparse
             self._warn_of_late()
         for weight in self.sparse:
@@ -402,80 +345,66 @@ class Handle:
 Average = nn.Module | Iterable[Tensor]  # a copy of the model, or its parameters in their order
 
 
-def check_finished(
-    model: nn.Module, recipe: Recipe, weights: Sequence[SparseWeight], differs: str
-) -> None:
-    """Raise RunError with the reason why the weights cannot stay as they are. ``differs``: the name
-    of a weight that was written from outside and is not N:M, if any."""
+def check_finished(model: nn.Module, stepper: Stepper) -> None:
+    """Raise RunError with the reason why the weights cannot stay as they are."""
+    recipe, weights = stepper.recipe, stepper.sparse
     modules, parameters = set(model.modules()), dict(model.named_parameters(remove_duplicate=False))
     others = {id(p) for p in parameters.values()} - {id(w.parameter) for w in weights}
-    replaced = [
-        w
-        for w in weights
-        if w.is_replaced()
+    for weight in weights:
         # in a layer that is gone, with another one under its name
-        or (w.module not in modules and id(parameters.get(w.name)) in others)
-    ]
-    if replaced:
-        raise RunError(f"{replaced[0].name} {REPLACED}")
+        gone = weight.module not in modules and id(parameters.get(weight.name)) in others
+        if gone or weight.is_replaced():
+            raise RunError(f"{weight.name} {REPLACED}")
     if recipe.step == 0:
         raise RunError(
             "the optimizer that was given to sparsify never stepped: give sparsify the optimizer "
             "that trains, or train before finalize()"
         )
+    for weight in weights:
+        if weight.weight.isnan().any():
+            raise RunError(f"{weight.name} has NaN: a loss or gradient was not finite")
+    if recipe.ends_dense:
+        return
     at_step = f"after step {recipe.step} of total_steps={recipe.total_steps}"
     advice = (
         "Train on, or give sparsify the number of steps that you make, without those that a "
         "GradScaler skips"
     )
-    if recipe.dense_forward and not recipe.ends_dense:
+    if recipe.dense_forward:
         raise RunError(
             f"training ended in a dense phase of {recipe.name}, {at_step}: the weights are not "
             f"{recipe.pattern}. {advice}"
         )
-    if differs:
-        raise RunError(
-            f"{differs} was changed, but not by the optimizer that sparsify got, and is not "
-            f"{recipe.pattern}: step with that one, load weights of a sparse phase, or call "
-            "handle.refresh() to return to those before the change"
-        )
     for weight in weights:
-        if weight.weight.isnan().any():
-            raise RunError(f"{weight.name} has NaN: a loss or gradient was not finite")
-        if not recipe.ends_dense and not weight.holds():
-            too_early = "" if recipe.is_sparse else f". {advice}"
-            raise RunError(f"{weight.name} is not {weight.pattern} {at_step}{too_early}")
+        if weight.holds():
+            continue
+        if weight.moved() and stepper.differs(weight):
+            raise RunError(
+                f"{weight.name} was changed, but not by the optimizer that sparsify got, and is not "
+                f"{recipe.pattern}: step with that one, load weights of a sparse phase, or call "
+                "handle.refresh() to return to those before the change"
+            )
+        too_early = "" if recipe.is_sparse else f". {advice}"
+        raise RunError(f"{weight.name} is not {weight.pattern} {at_step}{too_early}")
 
 
 def counterparts(average: Average, model: nn.Module, names: Sequence[str]) -> list[Tensor]:
     """Find the parameters of these names in a copy of the model, which may be wrapped (EMA, DDP,
-    compiled), or in the list of its parameters. Raises ConfigError if one is missing."""
-    parameters: dict[str, Tensor]
+    compiled), or in the list of all its parameters or of those that are trained. Raises
+    ConfigError if one is missing."""
+    parameters: dict[str, Tensor] = {}
     if isinstance(average, nn.Module):
         parameters = {plain_name(name): p for name, p in average.named_parameters()}
-    elif isinstance(average, Iterable) and not isinstance(average, Tensor | Mapping):
-        parameters = _by_position(list(average), model)
-    else:
-        raise ConfigError(
-            f"{type(average).__name__} is neither a copy of the model nor a list of its parameters: "
-            "give the one that an EMA has, its module or shadow_params"
-        )
+    elif isinstance(average, Iterable):
+        members, every = list(average), list(model.named_parameters())
+        for named in (every, [(name, p) for name, p in every if p.requires_grad]):
+            if [p.shape for _, p in named] == [getattr(p, "shape", None) for p in members]:
+                parameters = {plain_name(n): p for (n, _), p in zip(named, members, strict=True)}
+                break
     for name in map(plain_name, names):
         if name not in parameters:
             raise ConfigError(
-                f"this model has no parameter {name}: it takes a copy of the model that was made sparse"
+                f"this {type(average).__name__} has no parameter {name}: it takes a copy of the model "
+                "that was made sparse, or the list of all its parameters (an EMA's shadow_params)"
             )
     return [parameters[plain_name(name)] for name in names]
-
-
-def _by_position(average: list[Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Give names to a list of parameters: all of the model's, or those that are trained."""
-    every = list(model.named_parameters())
-    trained = [(name, p) for name, p in every if p.requires_grad]
-    for named in (every, trained):
-        if [tuple(p.shape) for _, p in named] == [tuple(p.shape) for p in average]:
-            return {plain_name(name): p for (name, _), p in zip(named, average, strict=True)}
-    raise ConfigError(
-        f"this list of {len(average)} tensors does not have the shapes of the model's {len(every)} "
-        "parameters: give them all, in the order of model.parameters()"
-    )

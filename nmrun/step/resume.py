@@ -205,11 +205,6 @@ class Resume:
                 name = key.removeprefix(PREFIX)
                 weight.restore(name, value.clone(), dtypes.get(name, usual))
         check_dense(settings, self.weights)
-        self.restore(settings)
-
-    def restore(self, settings: dict[str, Any]) -> None:
-        """Set the recipe's clock, project the weights, which have their tensors already, and put
-        these into the state."""
         self.recipe.load_state_dict(settings["state"])
         self.refresh()
         self.put()
@@ -235,24 +230,14 @@ def check_settings(
     if settings is None:
         return
     present = settings_of(recipe, weights)
-    if settings.get("version") != VERSION:
-        raise ConfigError(
-            "this state was saved by another version of nmrun, which keeps weights elsewhere: "
-            "finish it there, and start from the finished model"
-        )
-    for key in ("recipe", "pattern"):
-        if settings[key] != present[key]:
+    there, here = ({**each, **each["weights"]} for each in (settings, present))
+    keys = ("version", "recipe", "pattern", *sorted({**settings["weights"], **present["weights"]}))
+    for key in keys:
+        if there.get(key) != here.get(key):
             raise ConfigError(
-                f"this state is of {key} {settings[key]}, the handle is of {present[key]}: "
-                f"call sparsify with the former, or load the model alone"
+                f"the state is of another training ({key} is {there.get(key)} there and "
+                f"{here.get(key)} here): call sparsify as for that one, or load the model alone"
             )
-    saved = {plain_name(name): pattern for name, pattern in settings["weights"].items()}
-    if saved != present["weights"]:
-        other = sorted(dict(saved.items() ^ present["weights"].items()))
-        raise ConfigError(
-            f"this state has other sparse weights or patterns than the handle ({other[0]}): "
-            "call sparsify with the same include, exclude, overrides and pad"
-        )
 
 
 def check_saved(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight]) -> None:
@@ -270,7 +255,7 @@ def check_saved(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight
     if not saved_settings(saved.get("param_groups") or ()) or (needs_tensors and not has_tensors):
         raise ConfigError(
             f"{type(optimizer).__name__} leaves the dense weights out of its state dict, and a "
-            "resume would lose them: use its base optimizer alone"
+            "resume would lose them: use its base optimizer alone, or sparsify each optimizer in it"
         )
 
 
@@ -283,32 +268,6 @@ def check_dense(settings: dict[str, Any], weights: Sequence[SparseWeight]) -> No
             "call handle.make_room before it loads; with broadcast_from_rank0, load the state in "
             "every process; copy an optimizer after its first step"
         )
-
-
-def check_exact(
-    settings: dict[str, Any], optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight]
-) -> None:
-    """Raise ConfigError where torch has loaded a tensor into a dtype, the parameter's, that cannot
-    hold all its values."""
-    for weight in weights:
-        state, dtype = optimizer.state.get(weight.parameter, {}), weight.parameter.dtype
-        for name, kind in dtypes_of(settings).items():
-            value = state.get(PREFIX + name)
-            is_cast = value is not None and value.dtype == dtype
-            if is_cast and not _holds_all(dtype, getattr(torch, kind)):
-                raise ConfigError(
-                    f"{name} of {weight.name} is {kind}, and was rounded to {dtype} when the "
-                    "optimizer's state was loaded: call sparsify before that"
-                )
-
-
-def _holds_all(dtype: torch.dtype, kind: torch.dtype) -> bool:
-    """Whether every value of ``kind`` is one of ``dtype``."""
-    if dtype == kind or kind == torch.bool:
-        return True
-    if kind.is_floating_point:
-        return torch.promote_types(dtype, kind) == dtype
-    return torch.iinfo(kind).max <= 2 / torch.finfo(dtype).eps
 
 
 def saved_settings(groups: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence, ValuesView
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +15,13 @@ from nmrun.patterns import Pattern
 from nmrun.products import layer
 from nmrun.ranges import FLAG, INPUT_GRADIENTS, check_values, one_of, plain, total_steps_of
 from nmrun.recipes.base import Recipe
-from nmrun.sparsity.layers import check_module, plain_name
+from nmrun.sparsity.layers import check_module
 from nmrun.sparsity.processes import check_shards
 from nmrun.sparsity.select import LeftDense, candidates, select, why_none
 from nmrun.sparsity.weight import LIVE, SparseWeight
 from nmrun.step.handle import Handle
 from nmrun.step.resume import (
     check_dense,
-    check_exact,
     check_saved,
     check_settings,
     dtypes_of,
@@ -142,23 +141,18 @@ def sparsify(
         raise ConfigError(
             f"no weight of this model can be {pattern} sparse ({why_none(left_dense)})"
         )
-    _refuse_ambiguous(model, [entry.name for entry in entries])
     saved = saved_settings(optimizer.param_groups)
     sparse = [SparseWeight(entry) for entry in entries]
     if blocks := [weight.pattern for weight in sparse if weight.pattern.v > 1]:
         recipe.check_blocks(blocks[0])
     by_fsdp = any(hasattr(module, "reshard") for module in model.modules())
-    check_shards(sparse, f"recipe {recipe.name}" if recipe.looks_across_rows else "", by_fsdp)
-    if input_gradient == "double_prune" and any(weight.is_sharded for weight in sparse):
-        raise ConfigError(
-            "input_gradient=double_prune looks across the rows of a weight, and weights are "
-            "sharded (FSDP): replicate the model (DDP)"
-        )
+    across = "input_gradient=double_prune" if input_gradient == "double_prune" else ""
+    check_shards(sparse, f"recipe {recipe.name}" if recipe.looks_across_rows else across, by_fsdp)
     undo = _Undo(model, optimizer, recipe, sparse)
+    handle: Handle | None = None
     try:
         if saved is not None:
             check_settings(saved, recipe, sparse)
-            check_exact(saved, optimizer, sparse)
             for weight in sparse:
                 weight.pop_state(optimizer, dtypes_of(saved))
             check_dense(saved, sparse)
@@ -174,13 +168,11 @@ def sparsify(
                     weight.restore(key, value)
             recipe.load_state_dict(saved["state"])
         handle = Handle(optimizer, recipe, sparse, left_dense, model)
-        try:
-            check_saved(optimizer, sparse)
-        except BaseException:
-            handle.abandon()
-            raise
+        check_saved(optimizer, sparse)
         return handle
     except BaseException:
+        if handle is not None:
+            handle.abandon()
         undo()
         raise
 
@@ -213,9 +205,6 @@ def _unfit(optimizer: Any) -> str:
         return "evaluates its closure several times a step, and masks change once a step: use SGD or one of the Adam kind"
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         return "leaves the dense weights out of its state dict, and a resume would lose them: use fully_shard (FSDP2)"
-    inside = _optimizers_in(optimizer)
-    if inside and type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-        return f"contains the optimizers that step (its {inside}), and saves their states by itself: call sparsify once for each of them"
     if "_optimizer_state_dict_pre_hooks" not in vars(optimizer):
         return "is not made by torch's constructor, so its steps cannot be followed: use its base optimizer alone"
     if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
@@ -225,41 +214,15 @@ def _unfit(optimizer: Any) -> str:
     return ""
 
 
-def _optimizers_in(optimizer: torch.optim.Optimizer) -> str:
-    """The attribute of an optimizer that has others, in a list or by name; empty if none has."""
-    for name, value in vars(optimizer).items():
-        members = value.values() if isinstance(value, dict) else value
-        if isinstance(members, list | tuple | ValuesView) and any(
-            isinstance(each, torch.optim.Optimizer) for each in members
-        ):
-            return name
-    return ""
-
-
 def _refuse_second(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     hooks = optimizer._optimizer_step_pre_hooks.values()
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     live = [n for n, p in model.named_parameters() if LIVE.get(id(p)) is p and id(p) in owned]
     if live or any(hasattr(hook, "nmrun") for hook in hooks):
-        subject = f"{live[0]} of this model" if live else "a model of this optimizer"
-        several = "" if live else ". For several models make one: nn.ModuleList([first, second])"
         raise ConfigError(
-            f"{subject} is sparse already: call finalize() on its handle first{several}"
+            f"{live[0] if live else 'another model of this optimizer'} is sparse already: call "
+            "finalize() on its handle first, or sparsify once, for nn.ModuleList([first, second])"
         )
-
-
-def _refuse_ambiguous(model: nn.Module, sparse: Sequence[str]) -> None:
-    """Refuse a sparse weight whose name, without what wrappers add, is also another parameter's.
-    Where wrappers differ, a saved state or an average would give one the values of the other."""
-    same: dict[str, list[str]] = {}
-    for name, _ in model.named_parameters():
-        same.setdefault(plain_name(name), []).append(name)
-    for names in map(same.get, map(plain_name, sparse)):
-        if names is not None and len(names) > 1:
-            raise ConfigError(
-                f"{names[0]} and {names[1]} differ in nothing but what wrappers such as DDP add to "
-                "names: give that attribute another name"
-            )
 
 
 def _refuse_masked(model: nn.Module) -> None:
@@ -276,31 +239,23 @@ def _refuse_masked(model: nn.Module) -> None:
 def _install_products(
     recipe: Recipe, sparse: Sequence[SparseWeight], mvue: Pattern | None, fp8: bool, grad: str
 ) -> None:
+    left_alone = {}
     if mvue is not None or fp8:
-        exact = layer.install(sparse, mvue, fp8)
-        if len(exact) == len(sparse):
-            raise ConfigError(
-                f"mvue and fp8 are for sparse linear layers; the sparse ones here are {', '.join(exact)}"
-            )
-        if exact:
-            recipe.say(
-                f"mvue and fp8 do not apply to {', '.join(exact)}: not linear layers that are called"
-            )
+        left_alone["mvue and fp8"] = layer.install(sparse, mvue, fp8)
     if grad in ("double_prune", "mvue"):
-        option = f"input_gradient={grad}"
         if recipe.transposable or any(weight.dependents for weight in sparse):
             raise ConfigError(
-                f"{recipe.name} makes the input gradient N:M by itself: {option} is for other recipes"
+                f"{recipe.name} makes the input gradient N:M by itself: input_gradient={grad} is "
+                "for other recipes"
             )
         make = layer.prune_again if grad == "double_prune" else layer.estimate_again
-        exact = make(sparse)
-        if len(exact) == len(sparse):
-            kind = "linear layer" if grad == "mvue" else "layer"
-            raise ConfigError(f"{option} needs a {kind} whose outputs are a multiple of M")
-        if exact:
-            recipe.say(
-                f"{option} does not apply to {', '.join(exact)}: their input gradient is exact"
-            )
+        left_alone[f"input_gradient={grad}"] = make(sparse)
+    for option, names in left_alone.items():
+        says = f"{option} can change nothing at {', '.join(names)}"
+        if len(names) == len(sparse):
+            raise ConfigError(f"{says}: it is for linear layers, with outputs in whole groups of M")
+        if names:
+            recipe.say(says)
 
 
 class _Undo:

@@ -123,8 +123,7 @@ class Stepper:
         self._step: OpenStep | None = None  # stays after a step that failed
         self._outside = OutsideWrites()
         self._batch, self._packers = WeightBatch(), layer.Packers()
-        # made once: the check of parameters before the first step, and that of the first own masks
-        self._places_checked = self._masks_checked = False
+        self._begun = False
         self._hooks: list[Any] = []
         self.resume = Resume(optimizer, recipe, sparse, self.refresh)
         captured = any(group.get("capturable") for group in optimizer.param_groups)
@@ -157,7 +156,7 @@ class Stepper:
             weight.pop_state(optimizer)
         if step.skipped:
             return answer
-        first = not self._places_checked
+        first = not self._begun
         if first:
             self._check_places()
         self.notice_changes()
@@ -178,7 +177,7 @@ class Stepper:
         """Raise RunError where a parameter was replaced since; make the ranks agree."""
         if replaced := next((w.name for w in self.sparse if w.is_replaced()), ""):
             raise RunError(f"{replaced} {REPLACED}")
-        self._places_checked = True
+        self._begun = True
         if agree_over_ranks(self.recipe, self.sparse):
             self.refresh()
 
@@ -294,24 +293,9 @@ class Stepper:
                 for follow in weight.dependents:
                     follow(weight)
             self._packers.pack([w.layer for w in self.sparse if w.layer is not None])
-            own_masks = self.recipe.chooses and self.recipe.is_rule_alone
-            if own_masks and self.recipe.is_sparse and not self._masks_checked:
-                self._check_masks()
         torch.clear_autocast_cache()  # it still has the old weights
         for weight in self.sparse:
             weight.note()
-
-    def _check_masks(self) -> None:
-        """Raise RunError where the first masks that a recipe chooses itself are not N:M."""
-        self._masks_checked = True
-        for weight in self.sparse:
-            values = weight.weight
-            # a NaN is kept beside the N largest
-            if not values.is_meta and not weight.holds() and not values.isnan().any():
-                raise RunError(
-                    f"{type(self.recipe).__name__}: {weight.name} is not {weight.pattern} after its "
-                    "first projection: a mask may keep N of every M at most"
-                )
 
     def _edit_gradients(self, weights: list[SparseWeight]) -> None:
         if self.recipe.is_rule_alone:

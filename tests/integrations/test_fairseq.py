@@ -130,7 +130,7 @@ def test_with_nothing_to_prune_it_is_the_stock_training(data, tmp_path):
     ("arguments", "message"),
     [
         ("--nm-recipe spet --optimizer adam", "recipe=spet: no such recipe; did you mean step?"),
-        ("--nm-recipe step --optimizer adam", "a drop-in with the same arguments: --optimizer nm_adam"),
+        ("--nm-recipe step --optimizer adam", "a drop-in with the same arguments"),
         ("--nm-recipe ste --nm-pattern 5:4 --optimizer sgd", "5:4 is not an N:M pattern"),
         ("--nm-recipe asp --max-update 0 --optimizer sgd", "asp needs total_steps"),
         ("--nm-recipe ste --fp16 --optimizer sgd", "--fp16 and --bf16 step flat copies"),

@@ -210,7 +210,7 @@ def test_two_callbacks_for_one_optimizer_are_refused(tmp_path):
     ]
     with one_line(
         ConfigError,
-        r"net\.0\.weight of this model is sparse already.*: a training takes one callback",
+        r"net\.0\.weight is sparse already: call finalize",
     ):
         lit.trainer(tmp_path, parts).fit(lit.Module(), lit.loader())
 
@@ -254,7 +254,7 @@ def test_step_names_the_optimizer_it_needs(tmp_path):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters())
 
-    message = r"use nmrun\.optim\.AdamW, a drop-in.*: return it from configure_optimizers"
+    message = r"use nmrun\.optim\.AdamW, a drop-in"
     with one_line(ConfigError, message):
         lit.trainer(tmp_path, [callback("step")]).fit(Stock(), lit.loader())
 
@@ -372,7 +372,7 @@ def test_of_several_optimizers_one_has_the_sparse_weights(tmp_path):
     trainer = lit.trainer(
         tmp_path, [integration.NMCallback("asp", optimizer=1, exclude=None)], **options, max_steps=6
     )
-    with pytest.raises(ConfigError, match=r"asp needs total_steps.*: NMCallback\(total_steps="):
+    with pytest.raises(ConfigError, match="asp needs total_steps"):
         trainer.fit(Two(False), lit.loader())
 
 
@@ -424,11 +424,11 @@ class Unknown(IterableDataset[torch.Tensor]):
 def test_without_a_length_the_option_is_named(tmp_path):
     for data, epochs in ((lit.loader(), -1), (DataLoader(Unknown(), None), lit.EPOCHS)):
         trainer = lit.trainer(tmp_path, [callback("asp")], max_epochs=epochs)
-        with pytest.raises(ConfigError, match=r"asp needs total_steps.*: NMCallback\(total_steps="):
+        with pytest.raises(ConfigError, match="asp needs total_steps"):
             trainer.fit(lit.Module(), data)
     changes = callbacks.GradientAccumulationScheduler({0: 4, 2: 2})
     trainer = lit.trainer(tmp_path, [callback("asp"), changes], accumulate_grad_batches=1)
-    with pytest.raises(ConfigError, match=r"asp needs total_steps.*: NMCallback\(total_steps="):
+    with pytest.raises(ConfigError, match="asp needs total_steps"):
         trainer.fit(lit.Module(), lit.loader())
     trainer = lit.trainer(tmp_path, [integration.NMCallback("asp", total_steps=0, exclude=None)])
     with one_line(ConfigError, "total_steps=0: it takes"):

@@ -489,9 +489,8 @@ def test_asp_keeps_the_mask_of_the_pruned_weights():
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"batches": []}, "prune needs calibration inputs, and there is no batch"),
-        ({"batches": tokens()[0]}, "prune takes several batches: give one by itself as [batch]"),
-        ({"batches": {"input_ids": tokens()[0]}}, "prune takes several batches: give one by itself as [batch]"),
+        ({"batches": []}, "prune takes a list of calibration batches, one at least: [batch]"),
+        ({"batches": {"input_ids": tokens()[0]}}, "prune takes a list of calibration batches"),
         ({"patern": "1:4"}, "sparsegpt: patern: no such hyperparameter; did you mean pattern? (there are damping)"),
         ({"pattern": "1:128"}, "no weight of this model can be pruned to 1:128 (wte.weight [17, 16] and 1 more: an embedding; "),
         ({"pattern": "5:4"}, "5:4 is not an N:M pattern"),
@@ -499,9 +498,6 @@ def test_asp_keeps_the_mask_of_the_pruned_weights():
         ({"pattern": "7:2:8"}, "no weight of this model can be pruned to 7:2:8 (wte.weight [17, 16] and 1 more: an embedding; "),
         ({"pattern": "4:2:8", "method": "ria", "permute": True}, "ria: permute=true is for N:M patterns, not for 4:2:8"),
         ({"include": "nothing"}, "include: 'nothing' matches no layer's whole name"),
-        ({"batches": "2:4"}, "prune takes calibration batches first, and '2:4' is none"),
-        ({"batches": [(x, x) for x in tokens()]}, "the model does not take a batch as it is (too many positional arguments): say how by forward="),
-        ({"batches": [{"ids": x} for x in tokens()]}, "the model does not take a batch as it is (missing a required argument: "),
     ],
 )  # fmt: skip
 def test_mistakes_get_a_line_and_change_nothing(change, line):
@@ -513,7 +509,7 @@ def test_mistakes_get_a_line_and_change_nothing(change, line):
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
 
 
-def test_weights_that_are_trained_sparse_or_are_nowhere_are_refused():
+def test_weights_that_are_trained_sparse_are_refused():
     model = gpt()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = nmrun.sparsify(model, optimizer, "ste", "2:4", exclude="auto")
@@ -522,8 +518,6 @@ def test_weights_that_are_trained_sparse_or_are_nowhere_are_refused():
     optimizer.step()
     handle.finalize()
     nmrun.prune(model, tokens())
-    with pytest.raises(ConfigError, match="on meta"):
-        nmrun.prune(gpt().to("meta"), tokens())
 
 
 def test_what_is_no_module_is_refused():

@@ -273,15 +273,6 @@ def test_the_prior_prefers_the_masks_of_a_pruned_network(tmp_path):
         maskllm(dense=0.5, masks=str(tmp_path / "nowhere"))
 
 
-def test_the_logits_learning_rate_is_that_of_a_number():
-    """Optimizers that choose their own have lr=None."""
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), LR)
-    optimizer.param_groups[0]["lr"] = None
-    with pytest.raises(ConfigError, match=r"lr_mult times .* which has none \(lr=None\)"):
-        nmrun.sparsify(model, optimizer, "maskllm", "2:4", TOTAL, exclude=None)
-
-
 def test_every_weight_and_step_has_noise_of_its_own():
     """Of equal logits the blend is the noise's."""
     model = nn.Sequential(*(nn.Linear(4, 1, bias=False) for _ in range(80)))

@@ -61,11 +61,13 @@ class Alternates(Recipe):
         return mask if self.step % 2 == 0 else ~mask
 
 
-def test_a_mask_that_keeps_too_many_is_named_before_training():
+def test_a_mask_that_keeps_too_many_is_named_at_the_end():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(RunError, match=r"^Whole: 0\.weight is not 2:4 after its first projection"):
-        nmrun.sparsify(model, optimizer, Whole(), exclude=None)
+    handle = nmrun.sparsify(model, optimizer, Whole(), exclude=None)
+    optimizer.step()
+    with pytest.raises(RunError, match=r"^0\.weight is not 2:4 after step 1"):
+        handle.finalize()
 
 
 @pytest.mark.usefixtures("kernels_for_small_weights")

@@ -18,7 +18,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from errors import one_line
 from runs import mistakes, result_of
 from safetensors.torch import load_file
 
@@ -184,7 +183,6 @@ def test_a_mistake_gets_a_line(module, monkeypatch, words, message):
     """
     from hydra import compose, initialize_config_module
 
-    from nmrun.errors import ConfigError
     from nmrun.lab.config import schema
     from nmrun.lab.train import build
 
@@ -282,9 +280,7 @@ def test_its_state_is_saved_with_the_model(module):
     whole, half, resumed = fresh(), fresh(), fresh()
     trained(*whole, batches(6))
     trained(*half, batches(6)[:3])
-    for new, old in zip(
-        resumed[:1] + resumed[2:] + resumed[1:2], half[:1] + half[2:] + half[1:2], strict=True
-    ):
+    for new, old in zip(resumed[::2], half[::2], strict=True):
         new.load_state_dict(copy.deepcopy(old.state_dict()))
     trained(*resumed, batches(6)[3:])
     assert torch.equal(whole[0].weight, resumed[0].weight)
@@ -320,11 +316,6 @@ def test_its_tensors_are_loaded_in_their_own_dtypes(steps, dtype, kind):
     assert {key: (v.dtype, v.tolist()) for key, v in after.items()} == {
         key: (v.dtype, v.tolist()) for key, v in before.items()
     }
-    model = torch.nn.Linear(8, 4).to(dtype)
-    other = kind(model.parameters(), lr=0.1)
-    other.load_state_dict(state)  # by torch alone
-    with one_line(ConfigError, "of weight is .* and was rounded .*: call sparsify before that"):
-        nmrun.sparsify(model, other, Wide(), "2:4", exclude=None)
     for cast in (torch.float64, torch.bfloat16):  # what has the weights' dtype follows them
         model = torch.nn.Linear(8, 4).to(cast)
         other = kind(model.parameters(), lr=0.1)

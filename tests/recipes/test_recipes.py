@@ -141,12 +141,11 @@ def test_s_ste_scale_is_fitted_once_and_saved():
     other = Net()
     with torch.no_grad():
         other[0].weight.uniform_()
-    other_handle = nmrun.sparsify(
-        other, nmrun.optim.AdamW(other.parameters()), "s_ste", "2:4", exclude=None
-    )
+    other_optimizer = nmrun.optim.AdamW(other.parameters())
+    other_handle = nmrun.sparsify(other, other_optimizer, "s_ste", "2:4", exclude=None)
     assert other_handle.sparse[0]["scale"] != handle.sparse[0]["scale"]
     other.load_state_dict(model.state_dict())
-    other_handle.load_state_dict(handle.state_dict())
+    other_optimizer.load_state_dict(optimizer.state_dict())
     assert torch.equal(other_handle.sparse[0]["scale"], handle.sparse[0]["scale"])
     assert all(map(torch.equal, other.used, model.used))
 

@@ -139,7 +139,7 @@ def test_a_dimension_is_one_that_the_tensor_has(function):
         ),
         (lambda w: mvue(w, "4:2:8", 1), "estimates are N:M, not V:N:M such as 4:2:8"),
         (lambda w: transposable_mask(w, "4:2:8"), "for N:M patterns, not for 4:2:8"),
-        (lambda w: check_nm(3, "2:4"), "int is neither a tensor nor a module"),
+        (lambda w: check_nm(3, "2:4"), "int is no module: give check_nm the model"),
     ],
 )
 def test_what_has_no_meaning_is_refused(call, message):

@@ -68,5 +68,5 @@ def test_reading_patterns_needs_no_torch():
 
 def test_what_yaml_makes_of_a_ratio_is_told():
     """YAML 1.1 reads 2:4 in base 60."""
-    with pytest.raises(PatternError, match="write it in quotes"):
+    with pytest.raises(PatternError, match="in YAML in quotes"):
         Pattern.parse(124)

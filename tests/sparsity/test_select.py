@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import reference
 import torch
+from errors import one_line
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from training import Conv1D
@@ -430,35 +432,28 @@ def test_what_is_frozen_is_left_as_it_is_by_training():
 
 
 @pytest.mark.parametrize(
-    ("options", "lines"),
+    ("options", "line"),
     [
         (
             {"include": "layer"},
-            [
-                "include: 'layer' matches no layer's whole name; there are stem, layer1, layer10, head"
-            ],
+            "include: 'layer' matches no layer's whole name; there are stem, layer1, layer10, head",
         ),
+        ({"exclude": ["(", "haed"]}, "exclude: '(' is not a regular expression: "),
+        ({"exclude": ["auto", "hed"]}, "exclude: 'hed' matches no layer's"),
         (
-            {"exclude": ["(", "haed"]},
-            ["exclude: '(' is not a regular expression: ", "exclude: 'haed' matches no layer's"],
+            {"overrides": {"head.weight": "1:4"}},
+            "overrides: 'head.weight' matches no layer's whole",
         ),
-        (
-            {"exclude": ["head", "hed", "[a"]},
-            ["exclude: 'hed' matches no layer's", "exclude: '[a' is not a regular expression"],
-        ),
-        (
-            {"overrides": {"stem": "dense", "head.weight": "1:4"}},
-            ["overrides: 'head.weight' matches no layer's whole name"],
-        ),
+        ({"overrides": {"stem": "5:4"}}, "overrides: 'stem': 5:4 is not an N:M pattern"),
+        ({"dims": {"[": 1}}, "dims: '[' is not a regular expression"),
+        ({"dims": {"nothing": 1}}, "dims: 'nothing' matches no parameter of two dimensions"),
+        ({"dims": {"stem.weight": 2}}, "dims: 'stem.weight': 2 is no dimension of stem.weight [4,"),
+        ({"dims": {"head.weight": -1}}, "dims: 'head.weight': -1 is no dimension of head.weight"),
     ],
 )
-def test_an_expression_for_nothing_is_a_mistake(options, lines):
-    with pytest.raises(ConfigError) as raised:
+def test_an_expression_for_nothing_is_a_mistake(options, line):
+    with one_line(ConfigError, re.escape(line)):
         select(tower(), Pattern(2, 4), **options)
-    assert len(raised.value.problems) == len(lines)
-    assert all(
-        problem.startswith(line) for problem, line in zip(raised.value.problems, lines, strict=True)
-    )
 
 
 def test_of_many_layers_the_line_names_a_dozen():
@@ -473,25 +468,6 @@ def test_of_many_layers_the_line_names_a_dozen():
 def test_a_wrong_ratio_of_a_layer():
     with pytest.raises(ValueError, match="4:2 is not an N:M pattern"):
         select(tower(), Pattern(2, 4), overrides={"head": "4:2"})
-
-
-def test_mistakes_in_all_options_are_told_at_once():
-    options: dict[str, Any] = {
-        "include": "(", "exclude": ["auto", "hed"], "overrides": {"stem": "5:4", "steam": "1:4"},
-        "dims": {"[": 1, "nothing": 1, "stem.weight": 2, "head.weight": -1},
-    }  # fmt: skip
-    with pytest.raises(ConfigError) as raised:
-        select(tower(), Pattern(2, 4), **options)
-    starts = [
-        "dims: '[' is not a regular expression", "dims: 'nothing' matches no parameter of two dimensions",
-        "dims: 'stem.weight': 2 is no dimension of stem.weight [4, 16] (0 to 1)",
-        "dims: 'head.weight': -1 is no dimension of head.weight", "include: '(' is not", "exclude: 'hed' matches no layer's",
-        "overrides: 'stem': 5:4 is not an N:M pattern", "overrides: 'steam' matches no layer's",
-    ]  # fmt: skip
-    assert len(raised.value.problems) == len(starts)
-    assert all(
-        p.startswith(start) for p, start in zip(raised.value.problems, starts, strict=True)
-    ), raised.value.problems
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (8, 0)])

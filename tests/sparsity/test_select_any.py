@@ -112,17 +112,6 @@ def test_a_gated_pair_is_told_by_its_sizes(hidden, inner, transposed):
     assert sparse(Holder(**dict(reversed(stacks.items())))) == expected
 
 
-def test_a_stack_is_told_by_the_sizes_that_its_module_names():
-    module = Holder(weight=(3, 8, 12), bias=(3, 8))
-    assert reasons(module) == {"weight": UNKNOWN, "bias": "a bias"}
-    module.input_size, module.output_size = 12, 8
-    assert sparse(module) == {"weight": (2, 1)}
-    module.input_size, module.output_size = 8, 12
-    assert sparse(module) == {"weight": (1, 2)}
-    module.output_size = 8
-    assert sparse(module) == {}
-
-
 def test_experts_that_cannot_be_told_stay_dense():
     pair = SomeExperts(up=(3, 12, 8), down=(3, 8, 12))
     assert sparse(pair) == {}

@@ -97,11 +97,8 @@ def begin(trainer: Trainer) -> Handle:
     """Make the weights of a fairseq trainer sparse, as its options ask for. Raises ConfigError where
     options or optimizer cannot serve, TypeError for an unknown hyperparameter."""
     config, arguments = trainer.cfg.optimization, keywords(trainer.cfg.optimization.nm_options)
-    training = Training(
-        *(config.nm_recipe, config.nm_pattern, arguments.pop("total_steps", None), arguments),
-        own_optimizer="--optimizer nm_adam",
-        length="--max-update or --max-epoch",
-    )
+    total = arguments.pop("total_steps", None)
+    training = Training(config.nm_recipe, config.nm_pattern, total, arguments)
     return training.begin(trainer._model, trainer._optimizer.optimizer, updates(trainer))
 
 
