@@ -76,8 +76,8 @@ def accelerate(
 
     Parameters, optimizer state and checkpoints do not change. The products act in training mode,
     while the weights are N:M. Results differ from the masked dense layer by the rounding of the
-    dtype. Where several processes train, rank 0 decides. With ``fp8`` of :func:`nmrun.sparsify`,
-    sparse products are compared with simulated FP8. Called again, it decides anew.
+    dtype. Where several processes train, rank 0 decides. Layers with ``fp8`` of
+    :func:`nmrun.sparsify` stay as they are. Called again, it decides anew.
 
     Args:
         handle: of :func:`nmrun.sparsify`.
@@ -173,8 +173,7 @@ def _by_nm_products(
             choices.append(Choice(weight.name, None, reason))
             continue
         times = times_of(shape)
-        fp8 = weight.layer is not None and weight.layer.fp8
-        path, reason = _best(times, accumulate, mode, "FP8 simulated" if fp8 else "dense")
+        path, reason = _best(times, accumulate, mode)
         if is_faster(times, ONEDNN):
             layer.ensured(weight)
             weight.layer.dense = onednn
@@ -189,15 +188,11 @@ def _by_nm_products(
     return choices
 
 
-def _best(
-    times: Mapping[str, Times], accumulate: int, mode: str, without: str
-) -> tuple[str | None, str]:
-    """The path that a layer gets, and what was found; ``without`` is what the layer does without a
-    path.
-    """
+def _best(times: Mapping[str, Times], accumulate: int, mode: str) -> tuple[str | None, str]:
+    """The path that a layer gets, and what was found."""
     fallback = ONEDNN if is_faster(times, ONEDNN) else None
     dense = times[fallback or "dense"].step(accumulate)
-    comparison = f"{without} {times['dense'].step(accumulate):.3f} ms, "
+    comparison = f"dense {times['dense'].step(accumulate):.3f} ms, "
     if fallback:
         comparison += f"{fallback} {dense:.3f} ms, "
     allowed = {

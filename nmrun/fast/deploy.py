@@ -257,8 +257,7 @@ def paths(device: torch.device, dtype: torch.dtype, pattern: Pattern) -> dict[st
         raise ValueError(f"{short}: 2:4 products are of bfloat16 or float16")
     if not pattern.fits_2_4:
         raise ValueError(f"{pattern} does not fit into 2:4, all that this GPU multiplies")
-    names = semi_structured.candidates(fp8=False)
-    return {name: partial(SemiStructuredLinear, path=name) for name in names}
+    return {name: partial(SemiStructuredLinear, path=name) for name in semi_structured.PATHS}
 
 
 def _of_convolution(site: ConvolutionSite) -> dict[str, Path]:

@@ -18,15 +18,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmrun.kernels.comparison import agrees
-from nmrun.kernels.layout import has_memory
 from nmrun.patterns import Pattern
 from nmrun.sparsity import estimators
 
@@ -40,42 +37,12 @@ def quantize(
     scale``. The scale maps the tensor's largest magnitude to the largest number of the format.
     Returns the values (FP8, or the same numbers as ``stored``) and the scale (float32,
     0-dimensional; 1 for an all-zero tensor). What is not finite becomes NaN."""
-    stored = stored or dtype
-    # torch.compile makes two kernels of the operations below by itself; the backward pass of an
-    # operator it follows with tensors that have no memory
-    if x.is_cuda and has_memory(x) and _by_triton(x.device):
-        from nmrun.kernels import triton_fp8
-
-        if triton_fp8.applies(x, dtype):
-            return triton_fp8.quantize(x, dtype, stored)
-    return _quantize(x, dtype, stored)
-
-
-def _quantize(x: Tensor, dtype: torch.dtype, stored: torch.dtype) -> tuple[Tensor, Tensor]:
     x = x.float()
     largest = x.abs().amax()
     # finite for subnormal numbers too
     scale = (torch.finfo(dtype).max / largest).clamp_max(torch.finfo(torch.float32).max)
     scale = torch.where(largest == 0, 1.0, scale)
-    return (x * scale).to(dtype).to(stored), scale
-
-
-@cache
-def _by_triton(device: torch.device) -> bool:
-    """Whether Triton rounds to FP8 as torch does on this device: compared once."""
-
-    def compare() -> bool:
-        from nmrun.kernels import triton_fp8
-
-        x = torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(device)
-        for dtype in (FORWARD_FP8, BACKWARD_FP8):
-            values, scale = triton_fp8.quantize(x, dtype, torch.bfloat16)
-            expected, exact = _quantize(x, dtype, torch.bfloat16)
-            if not (torch.equal(values, expected) and torch.equal(scale, exact)):
-                return False
-        return True
-
-    return agrees("Triton's rounding to FP8", device, compare, "torch's")
+    return (x * scale).to(dtype).to(stored or dtype), scale
 
 
 def linear(

@@ -122,7 +122,7 @@ class Stepper:
         self.measured: dict[str, float] = {}
         self._step: OpenStep | None = None  # stays after a step that failed
         self._outside = OutsideWrites()
-        self._batch, self._packers = WeightBatch(), layer.Packers()
+        self._batch = WeightBatch()
         # made once: the check of parameters before the first step, and that of the first own masks
         self._places_checked = self._masks_checked = False
         self._hooks: list[Any] = []
@@ -293,7 +293,8 @@ class Stepper:
                     weight.layer.enter(self.recipe)
                 for follow in weight.dependents:
                     follow(weight)
-            self._packers.pack([w.layer for w in self.sparse if w.layer is not None])
+                if weight.layer is not None:
+                    weight.layer.pack()
             own_masks = self.recipe.chooses and self.recipe.is_rule_alone
             if own_masks and self.recipe.is_sparse and not self._masks_checked:
                 self._check_masks()

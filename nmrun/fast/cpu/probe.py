@@ -388,10 +388,8 @@ def eligible(
         return "the weight of its input gradient is sharded (FSDP)", None
     if largest_input is None or not layer.replaceable(weight):
         return "it is not called as a layer", None
-    if weight.layer is not None and weight.layer.input_mvue is not None:
-        return layer.ESTIMATED_INPUT, None
-    if weight.layer is not None and weight.layer.fp8:
-        return "FP8 is simulated, in dense products", None
+    if why := layer.simulated(weight):
+        return why, None
     inputs, dtype = largest_input
     if dtype not in DTYPES or not _is_float32(weight):
         return f"{str(dtype).removeprefix('torch.')}: packed weights are float32", None

@@ -142,7 +142,6 @@ def accelerated() -> Iterator[tuple[str, str]]:
     from nmrun.fast.gpu import semi_structured
     from nmrun.fast.gpu.probe import obstacle
     from nmrun.fast.measurement import ERRORS
-    from nmrun.products import simulation
 
     if why := obstacle(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
         yield "2:4 products", f"none: {why}; masks train anywhere"
@@ -159,9 +158,9 @@ def accelerated() -> Iterator[tuple[str, str]]:
         dense = semi_structured.milliseconds(partial(torch.nn.functional.linear, x, weight))
         cells = [f"dense {dense:.3f} ms"]
         for name, path in right.items():
-            expected = simulation.linear(x.float(), weight.float(), fp8=path.fp8)
+            expected = torch.nn.functional.linear(x.float(), weight.float())
             try:
-                parts, _ = path.pack(weight, weight)
+                parts = path.pack(weight)
                 algorithm, sparse = semi_structured.fastest(name, x, parts, None, expected)
                 cells.append(f"{algorithm} {sparse:.3f} ms ({dense / sparse:.2f}x)")
             except ERRORS as error:  # wrong at this size, or no memory

@@ -36,7 +36,7 @@ def exact(weight: Tensor) -> semi_structured.Product:
 
 def path(product: Callable[[Tensor], semi_structured.Product]) -> semi_structured.Path:
     return semi_structured.Path(
-        lambda weight, other: ([weight], []), lambda x, parts, bias: product(parts[0])(x)
+        lambda weight: [weight], lambda x, parts, bias: product(parts[0])(x)
     )
 
 
@@ -198,7 +198,7 @@ def test_what_cusparselt_is_asked_to_multiply(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cusparselt, "multiply", multiply)
     weight = semi_structured.transposable(32, 64, "cpu")
     x, dz, bias = (torch.randn(*size, dtype=torch.bfloat16) for size in ((37, 64), (37, 32), (32,)))
-    parts, parts_t = semi_structured.CUSPARSELT.pack(weight, weight)
+    parts, parts_t = map(semi_structured.CUSPARSELT.pack, (weight, weight.t()))
     torch.testing.assert_close(
         semi_structured.named("cusparselt:3").multiply(x, parts, bias),
         torch.nn.functional.linear(x.double(), weight.double(), bias.double()).bfloat16(),
@@ -234,7 +234,7 @@ def test_the_fastest_algorithm_that_is_right(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cusparselt, "algorithms", lambda packed, x: 5)
     monkeypatch.setattr(semi_structured, "milliseconds", milliseconds)
     weight, x = semi_structured.transposable(16, 32, "cpu"), torch.randn(16, 32).bfloat16()
-    parts, _ = semi_structured.CUSPARSELT.pack(weight, None)
+    parts = semi_structured.CUSPARSELT.pack(weight)
     expected = x.float() @ weight.float().t()
     fastest = semi_structured.fastest("cusparselt", x, parts, None, expected)
     assert fastest == ("cusparselt:3", 3.0)
