@@ -52,7 +52,6 @@ def linear(
     input_weight: Tensor | None = None,
     mvue: Pattern | None = None,
     fp8: bool = False,
-    generator: torch.Generator | None = None,
     input_mvue: Pattern | None = None,
 ) -> Tensor:
     """``torch.nn.functional.linear`` with other backward products; without any of the options, the
@@ -73,20 +72,17 @@ def linear(
     # an expert without tokens: there is no largest magnitude, and no gradient to estimate
     if x.numel() == 0:
         return F.linear(x, weight, bias)
-    return _Linear.apply(
-        *_autocast(x, weight, bias, input_weight), mvue, fp8, generator, input_mvue
-    )
+    return _Linear.apply(*_autocast(x, weight, bias, input_weight), mvue, fp8, input_mvue)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, input_weight: Tensor | None,
-        mvue: Pattern | None, fp8: bool, generator: torch.Generator | None,
-        input_mvue: Pattern | None,
+        mvue: Pattern | None, fp8: bool, input_mvue: Pattern | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight if input_weight is None else input_weight)
-        ctx.mvue, ctx.fp8, ctx.generator, ctx.input_mvue = mvue, fp8, generator, input_mvue
+        ctx.mvue, ctx.fp8, ctx.input_mvue = mvue, fp8, input_mvue
         if not fp8:
             z = F.linear(x, weight, bias)
             # of several tokens it is a view, which autograd would let nobody write in place
@@ -103,16 +99,16 @@ class _Linear(torch.autograd.Function):
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             if ctx.input_mvue is not None:
-                weight = estimators.mvue(weight, ctx.input_mvue, 0, ctx.generator)
+                weight = estimators.mvue(weight, ctx.input_mvue, 0)
             dx = backward_product(dz, weight, ctx.fp8)
         tokens = dz.reshape(-1, dz.shape[-1])
         if ctx.needs_input_grad[2]:
             db = tokens.sum(0)
         if ctx.needs_input_grad[1]:
             if ctx.mvue is not None:
-                tokens = estimate(tokens, ctx.mvue, ctx.generator)
+                tokens = estimate(tokens, ctx.mvue)
             dw = backward_product(tokens.t(), x.reshape(-1, x.shape[-1]), ctx.fp8)
-        return dx, dw, db, None, None, None, None, None
+        return dx, dw, db, None, None, None, None
 
 
 def refuse_second_gradients(
@@ -145,12 +141,12 @@ def _matmul_fp8(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         return (a @ b).float() / scale_a / scale_b
 
 
-def estimate(tokens: Tensor, pattern: Pattern, generator: torch.Generator | None) -> Tensor:
+def estimate(tokens: Tensor, pattern: Pattern) -> Tensor:
     """The unbiased N:M estimate of a gradient (tokens, out) along the tokens, the last group filled
     up with zeros."""
     missing = -len(tokens) % pattern.m
     filled = F.pad(tokens, (0, 0, 0, missing)) if missing else tokens
-    return estimators.mvue(filled, pattern, 0, generator)[: len(tokens)]
+    return estimators.mvue(filled, pattern, 0)[: len(tokens)]
 
 
 def convolution(

@@ -239,7 +239,10 @@ def _of_linear(shape: LinearShape) -> dict[str, Times]:
     if shape.pattern is not None:
         weight = hard_threshold(weight, shape.pattern, 1).contiguous()
     low, x, dz, low_bias = (t.to(shape.dtype) for t in (weight, x, dz, bias))
-    estimated = dz if shape.mvue is None else estimate(dz, shape.mvue, generator)
+    estimated = dz
+    if shape.mvue is not None:
+        with torch.random.fork_rng(devices=[]):  # those of the training stay
+            estimated = estimate(dz, shape.mvue)
     # forward product, input gradient and weight gradient by each path
     calls: dict[str, tuple[Callable[[], Tensor], ...]] = {
         "dense": (

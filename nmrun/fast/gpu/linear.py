@@ -168,7 +168,7 @@ def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
         db = dz.sum(0).to(bias_dtype)
     if ctx.needs_input_grad[1]:
         if ctx.mvue is not None:
-            dz = estimate(dz, Pattern.parse(ctx.mvue), None)
+            dz = estimate(dz, Pattern.parse(ctx.mvue))
         # autograd would copy what is not stored as the weight is
         dw = (dz.t() @ x).to(weight_dtype, memory_format=torch.contiguous_format)
     return dx, dw, db, *ctx.nothing, None, None, None
