@@ -13,12 +13,13 @@ from torch import Tensor, nn
 import nmrun
 from nmrun.fast import fused
 from nmrun.fast.cpu import probe
-from nmrun.fast.cpu.kernels import attention, bf16
+from nmrun.fast.cpu.kernels import bf16
+from nmrun.fast.cpu.kernels import fused as kernels
 from nmrun.fast.fused import FusedAttention, FusedGELU
 from nmrun.sparsity import nm_mask
 
 pytestmark = pytest.mark.skipif(
-    bool(attention.KERNELS.obstacle()), reason="no compiler or no AVX-512"
+    bool(kernels.KERNELS.obstacle()), reason="no compiler or no AVX-512"
 )
 
 

@@ -50,7 +50,7 @@ class SemiStructuredShape:
         return ("dense", *semi_structured.PATHS)
 
     def __str__(self) -> str:
-        kinds = " both" * self.both + " without bias" * (not self.biased)
+        kinds = (" both" if self.both else "") + ("" if self.biased else " without bias")
         return f"{self.columns} to {self.rows}, {self.tokens} tokens, {str(self.dtype).removeprefix('torch.')}{kinds}"
 
 

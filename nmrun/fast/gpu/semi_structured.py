@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from nmrun.errors import first_line
 from nmrun.fast.gpu.kernels import compression, cusparselt
-from nmrun.fast.measurement import ERRORS, fault
+from nmrun.fast.measurement import fault
 
 Parts = list[Tensor]
 ROUND_UP = 16  # tokens: the library takes a multiple of 8
@@ -131,23 +131,6 @@ def transposable(rows: int, columns: int, device: torch.device | str) -> Tensor:
     )
     pairs = torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)).to(device)
     return (values * pairs.repeat(rows // 4, columns // 4) + 0.0).bfloat16()
-
-
-def verdict(path: Path, device: torch.device | str = "cuda") -> str:
-    """``"right"``, or what is wrong with a path, by one product in bfloat16."""
-    weight = transposable(256, 512, device)
-    x = torch.randn(384, 512, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
-    try:
-        parts = path.pack(weight)
-        expected = functional.linear(x.float(), weight.float())
-        problem = fault(lambda: path.multiply(x, parts, None), expected)
-    except ERRORS as error:
-        return first_line(error)
-    return (
-        f"{problem}: not to be used here"
-        if problem.startswith(("WRONG", "results"))
-        else problem or "right"
-    )
 
 
 def milliseconds(call: Callable[[], object], repeats: int = 20, graph: bool = False) -> float:

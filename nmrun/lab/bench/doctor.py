@@ -138,34 +138,22 @@ def accelerated() -> Iterator[tuple[str, str]]:
     product."""
     import torch
 
-    from nmrun.errors import first_line
-    from nmrun.fast.gpu import semi_structured
-    from nmrun.fast.gpu.probe import obstacle
-    from nmrun.fast.measurement import ERRORS
+    from nmrun.fast.gpu import probe
 
-    if why := obstacle(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if why := probe.obstacle(device):
         yield "2:4 products", f"none: {why}; masks train anywhere"
         return
-    right = {}
-    for name, path in semi_structured.PATHS.items():
-        verdict = semi_structured.verdict(path)
-        yield "2:4 products", f"{name}: {verdict}"
-        if verdict == "right":
-            right[name] = path
-    for inputs, outputs in SHAPES if right else ():
-        weight = semi_structured.transposable(outputs, inputs, "cuda")
-        x = torch.randn(TOKENS, inputs, device="cuda", dtype=weight.dtype)
-        dense = semi_structured.milliseconds(partial(torch.nn.functional.linear, x, weight))
+    for inputs, outputs in SHAPES:
+        shape = probe.SemiStructuredShape(outputs, inputs, TOKENS, torch.bfloat16)
+        with torch.no_grad():
+            times = probe.measure(shape, device)
+        dense = times.pop("dense").forward
         cells = [f"dense {dense:.3f} ms"]
-        for name, path in right.items():
-            expected = torch.nn.functional.linear(x.float(), weight.float())
-            try:
-                parts = path.pack(weight)
-                algorithm, sparse = semi_structured.fastest(name, x, parts, None, expected)
-                cells.append(f"{algorithm} {sparse:.3f} ms ({dense / sparse:.2f}x)")
-            except ERRORS as error:  # wrong at this size, or no memory
-                cells.append(f"{name}: {first_line(error)}")
-        yield "2:4 speed", f"{inputs} to {outputs}, {TOKENS} tokens, bfloat16: {', '.join(cells)}"
+        for name, t in times.items():
+            found = t.wrong or f"right, {t.forward:.3f} ms ({dense / t.forward:.2f}x)"
+            cells.append(f"{name} {found}")
+        yield "2:4 products", f"{shape}: {', '.join(cells)}"
 
 
 def packed() -> Iterator[tuple[str, str]]:

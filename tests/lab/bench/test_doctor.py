@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmrun.fast.gpu import semi_structured
+from nmrun.fast.gpu import probe, semi_structured
 from nmrun.fast.gpu.kernels import cusparselt
+from nmrun.fast.measurement import Times
 from nmrun.lab.bench import doctor, harness
 
 
@@ -28,45 +28,6 @@ def test_the_weight_of_the_test_is_2_of_4_both_ways():
     weight = semi_structured.transposable(16, 24, "cpu").float()
     for groups in (weight.reshape(-1, 4), weight.T.reshape(-1, 4)):
         assert set((groups != 0).sum(1).tolist()) == {2}
-
-
-def exact(weight: Tensor) -> semi_structured.Product:
-    return lambda x: (x.double() @ weight.double().t()).bfloat16()
-
-
-def path(product: Callable[[Tensor], semi_structured.Product]) -> semi_structured.Path:
-    return semi_structured.Path(
-        lambda weight: [weight], lambda x, parts, bias: product(parts[0])(x)
-    )
-
-
-def test_the_verdict_on_a_product():
-    calls: list[int] = []
-
-    def changing(weight: Tensor) -> semi_structured.Product:
-        def product(x: Tensor) -> Tensor:
-            calls.append(0)
-            out = exact(weight)(x)
-            out[0, 0] += (len(calls) == 3) * out[0, 0].abs() / 128
-            return out
-
-        return product
-
-    def refusing(weight: Tensor) -> semi_structured.Product:
-        raise RuntimeError("not on this machine\nand a stack")
-
-    assert semi_structured.verdict(path(exact), "cpu") == "right"
-    assert semi_structured.verdict(path(changing), "cpu").startswith("results CHANGE")
-    assert semi_structured.verdict(path(refusing), "cpu") == "not on this machine"
-    assert semi_structured.verdict(path(lambda weight: exact(weight.roll(1, 0))), "cpu").startswith(
-        "WRONG"
-    )
-    assert semi_structured.verdict(path(lambda weight: exact(weight * 1.02)), "cpu").startswith(
-        "WRONG"
-    )
-    assert semi_structured.verdict(
-        path(lambda weight: lambda x: exact(weight)(x).t()), "cpu"
-    ).startswith("WRONG")
 
 
 @pytest.mark.parametrize(
@@ -91,43 +52,19 @@ def test_the_loaded_version_is_the_one_torch_knows():
     assert number == 1000 * major + 100 * minor + patch
 
 
-def test_only_right_paths_are_timed(monkeypatch: pytest.MonkeyPatch):
-    def large(weight: Tensor) -> semi_structured.Product:
-        if len(weight) == 16:
-            raise RuntimeError("not at this size\nand a stack")
-        return exact(weight)
-
+def test_what_was_measured_of_each_path(monkeypatch: pytest.MonkeyPatch):
     gpu(monkeypatch, 9)
     monkeypatch.setattr(doctor, "SHAPES", ((8, 16),))
-    monkeypatch.setattr(doctor, "TOKENS", 4)
-    paths = {"refusing": path(large), "good": path(exact), "bad": path(lambda w: exact(-w))}
-    monkeypatch.setattr(semi_structured, "PATHS", paths)
-    monkeypatch.setattr(
-        semi_structured,
-        "verdict",
-        lambda path, original=semi_structured.verdict: original(path, "cpu"),
-    )
-    monkeypatch.setattr(
-        semi_structured,
-        "transposable",
-        lambda *shape, original=semi_structured.transposable: original(*shape[:2], "cpu"),
-    )
-    monkeypatch.setattr(
-        torch,
-        "randn",
-        lambda *size, original=torch.randn, **options: original(
-            *size, **{**options, "device": "cpu"}
-        ),
-    )
-    times = iter([3.0, 2.0])
-    monkeypatch.setattr(semi_structured, "milliseconds", lambda call, **_: [call(), next(times)][1])
+    times = {
+        "dense": Times(forward=3.0),
+        "good": Times(forward=2.0),
+        "bad": Times(wrong="WRONG results"),
+    }
+    monkeypatch.setattr(probe, "measure", lambda shape, device: dict(times))
     assert list(doctor.accelerated()) == [
-        ("2:4 products", "refusing: right"),
-        ("2:4 products", "good: right"),
-        ("2:4 products", "bad: WRONG results: not to be used here"),
         (
-            "2:4 speed",
-            "8 to 16, 4 tokens, bfloat16: dense 3.000 ms, refusing: not at this size, good 2.000 ms (1.50x)",
+            "2:4 products",
+            "8 to 16, 8192 tokens, bfloat16: dense 3.000 ms, good right, 2.000 ms (1.50x), bad WRONG results",
         ),
     ]
 
