@@ -24,10 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from nmrun import optim
-from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import blocks
 from nmrun.fast.cpu.linear import BlockProducts
-from nmrun.fast.cpu.onednn import OneDNNLinear
+from nmrun.fast.cpu.onednn import DenseInt8Linear, OneDNNLinear
 from nmrun.fast.cpu.packed_linear import Bf16Linear, BlockLinear, Int8BlockLinear, Int8Linear
 from nmrun.fast.cpu.weight import PRODUCTS
 from nmrun.lab.bench.harness import cpu_clock, hardware, machine_line, quartiles, ratios, rounds

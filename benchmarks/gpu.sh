@@ -90,7 +90,6 @@ train vit_large 250 vit_large
 unset PYTORCH_CUDA_ALLOC_CONF
 bench recipes 300 -m nmrun bench train --models gpt2 --rounds 8 trainer.precision=bf16
 bench gemm 100 $products --shapes 768x3072 3072x768 2048x8192 4096x16384 16384x4096 --tokens 2048 8192 32768
-bench gemm_fp8 40 $products --fp8 --shapes 1024x4096 4096x16384
 bench masks 60 benchmarks/masks.py --device cuda
 bench updates 60 benchmarks/updates.py --device cuda --weights 85
 bench layer 120 $products --layer --shapes 768x3072 3072x768 1600x6400 6400x1600

@@ -1,8 +1,8 @@
 """2:4 products on a GPU by cuSPARSELt: alone, and in a linear layer with forward, backward and projection.
 
-    python benchmarks/gpu_products.py [--shapes 4096x16384] [--tokens 8192] [--fp8 | --layer] [--rounds 12] [--out DIR]
+    python benchmarks/gpu_products.py [--shapes 4096x16384] [--tokens 8192] [--layer] [--rounds 12] [--out DIR]
 
-Alone it is ``x W^T`` against torch's dense product, bfloat16, or with ``--fp8`` of rounded operands.
+Alone it is ``x W^T`` against torch's dense product, bfloat16.
 Numbers are drawn from N(0, 1), since they decide on a GPU's power and so on its clock. With ``--layer``
 a step is forward and backward of ``--accumulate`` micro-batches and one projection.
 """
@@ -27,7 +27,6 @@ from nmrun.fast import acceleration
 from nmrun.fast.gpu import semi_structured
 from nmrun.lab.bench import harness
 from nmrun.lab.bench.harness import Benchmark, Call, Case
-from nmrun.products import simulation
 from nmrun.step.sparsify import sparsify
 
 DEVICE = torch.device("cuda")
@@ -39,32 +38,13 @@ LAYERS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "2:4, double pruning": ("ste", {"input_gradient": "double_prune"}, True),
     "2:4, transposable": ("t_sr_ste", {"interval": 10**9}, True),
     "2:4, MVUE": ("ste", {"mvue": "2:4"}, True),
-    "2:4, FP8": ("ste", {"fp8": True}, True),
 }
-
-
-def dense(weight: Tensor, x: Tensor, fp8: bool) -> Callable[[], Tensor]:
-    """``x W^T``; with ``fp8`` of rounded operands, the weight's beforehand."""
-    if not fp8:
-        return partial(functional.linear, x, weight)
-    values, scale = simulation.quantize(weight, simulation.FORWARD_FP8)
-
-    def call() -> Tensor:
-        values_x, scale_x = simulation.quantize(x, simulation.FORWARD_FP8)
-        scales = scale_x.reciprocal(), scale.reciprocal()
-        # the sparse products sum so, too
-        return torch._scaled_mm(
-            values_x, values.t(), *scales, out_dtype=x.dtype, use_fast_accum=True
-        )
-
-    return call
 
 
 def sparse(name: str, weight: Tensor, x: Tensor) -> Callable[[], Tensor]:
     """The same by the fastest right algorithm of a path, its weight packed beforehand."""
-    path = semi_structured.PATHS[name]
-    parts, _ = path.pack(weight, None)
-    expected = simulation.linear(x.float(), weight.float(), fp8=path.fp8)
+    parts = semi_structured.PATHS[name].pack(weight)
+    expected = functional.linear(x.float(), weight.float())
     algorithm, _ = semi_structured.fastest(name, x, parts, None, expected)
     return partial(semi_structured.named(algorithm).multiply, x, parts, None)
 
@@ -102,7 +82,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--shapes", nargs="+", default=["768x3072", "4096x16384"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192])
-    parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--layer", action="store_true")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=12)
@@ -118,10 +97,9 @@ def main() -> int:
         x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
         weight = semi_structured.transposable(outputs, inputs, DEVICE)
         full = torch.randn(outputs, inputs, device=DEVICE).bfloat16()
-        name = "cusparselt_fp8" if options.fp8 else "cusparselt"
         return {
-            "dense": lambda: dense(full, x, options.fp8),
-            name: partial(sparse, name, weight, x),
+            "dense": lambda: partial(functional.linear, x, full),
+            "cusparselt": partial(sparse, "cusparselt", weight, x),
         }
 
     def cases() -> Iterator[Case]:
@@ -138,7 +116,7 @@ def main() -> int:
     page = partial(harness.speeds, f"{what}: times as fast as dense", "size")
     command = shlex.join(["python", *sys.argv])
     benchmark = Benchmark(cases(), page, DEVICE, harness.Clock(DEVICE), options.rounds)
-    name = "layer" if options.layer else "gemm_fp8" if options.fp8 else "gemm"
+    name = "layer" if options.layer else "gemm"
     harness.run(name, benchmark, options.out, command)
     return 0
 

@@ -107,7 +107,7 @@ def _is_switch(value: Any) -> bool:
 
 INPUT_GRADIENTS = ("exact", "transposable", "double_prune", "mvue")  # see nmrun.sparsify
 # see nmrun.fast.acceleration
-ACCELERATION = "auto", "off", "force", "packed", "cusparselt", "cusparselt_fp8"
+ACCELERATION = "auto", "off", "force", "packed", "cusparselt"
 FLAG = Check("true or false", lambda value: isinstance(value, bool))
 
 

@@ -102,11 +102,11 @@ def kernels_for_small_weights(
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a machine without a C compiler: nothing that was built before is there."""
-    from nmrun.fast.cpu.kernels import attention, bf16, gelu, int8, products
+    from nmrun.fast.cpu.kernels import bf16, fused, int8, products
     from nmrun.kernels import compiler, cpu
 
     monkeypatch.setattr(compiler, "find_compiler", lambda: None)
-    for module in (attention, bf16, gelu, int8, products):
+    for module in (bf16, fused, int8, products):
         monkeypatch.setattr(module, "KERNELS", replace(module.KERNELS))
     monkeypatch.setattr(cpu, "SPLIT", replace(cpu.SPLIT))
     cpu.load.cache_clear()

@@ -18,7 +18,6 @@ from torch import Tensor
 import nmrun
 from nmrun.fast import acceleration, measurement
 from nmrun.fast.gpu import probe, semi_structured
-from nmrun.fast.gpu.kernels import cusparselt
 
 normal = functools.partial(operands.normal, dtype=torch.float64)
 
@@ -37,7 +36,7 @@ def two_values(weight: Tensor) -> list[Tensor]:
     """Half the values and where they stood: whoever has more than two non-zeros in a group loses
     some.
     """
-    groups = weight.unflatten(1, (-1, 4))
+    groups = weight.contiguous().unflatten(1, (-1, 4))
     where = (
         (groups != 0).int().sort(dim=2, descending=True, stable=True).indices[..., :2].contiguous()
     )
@@ -51,39 +50,7 @@ def multiply(x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor:
     )
 
 
-def pack(weight: Tensor, other: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
-    """As of a path; the second weight along its rows."""
-    return two_values(weight), [] if other is None else two_values(other.t().contiguous())
-
-
-COMPRESSED = semi_structured.Path(pack, multiply)
-
-
-def cslt_compress(weight: Tensor) -> Tensor:
-    """In the place of ``torch._cslt_compress``: values and where they stood, in one tensor of the
-    weight's dtype.
-    """
-    assert weight.is_contiguous()
-    return torch.cat([part.float() for part in two_values(weight.float())], 2).to(weight.dtype)
-
-
-def cusparselt_multiply(
-    packed: Tensor,
-    x: Tensor,
-    bias: Tensor | None = None,
-    out: torch.dtype | None = None,
-    algorithm: int = 0,
-) -> Tensor:
-    """In the place of ``cusparselt.multiply``, which takes two of a dtype, a multiple of 8 tokens or
-    of 16, and of biases those of the result's dtype.
-    """
-    assert packed.dtype == x.dtype
-    assert len(x) % (32 // packed.dtype.itemsize // 2) == 0
-    assert bias is None or bias.dtype == (out or x.dtype)
-    values, where = packed.float().chunk(2, 2)
-    return multiply(x.float(), [values, where.long()], None if bias is None else bias.float()).to(
-        out or x.dtype
-    )
+COMPRESSED = semi_structured.Path(two_values, multiply)
 
 
 class Machine:
@@ -119,14 +86,7 @@ def current_gpus(setattr: Callable[[Any, str, Any], None]) -> list[torch.device]
 def play(setattr: Callable[[Any, str, Any], None], cache: Path) -> Machine:
     """Let ``nmrun`` see this machine; ``setattr`` may be that of pytest's monkeypatch."""
     machine = Machine()
-    setattr(
-        semi_structured,
-        "PATHS",
-        {"compressed": COMPRESSED, "cusparselt_fp8": semi_structured.CUSPARSELT_FP8},
-    )
-    setattr(torch, "_cslt_compress", cslt_compress)
-    setattr(cusparselt, "multiply", cusparselt_multiply)
-    setattr(cusparselt, "algorithms", lambda packed, x, out=None: 1)
+    setattr(semi_structured, "PATHS", {"compressed": COMPRESSED})
     setattr(semi_structured, "milliseconds", machine.milliseconds)
     setattr(torch.cuda, "get_device_name", lambda device=None: "Test GPU")
     setattr(measurement, "cache_folder", lambda: cache)

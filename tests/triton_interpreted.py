@@ -19,13 +19,7 @@ from triton.runtime import interpreter
 
 from nmrun import optim, sparsify
 from nmrun.kernels import projection as kernels
-from nmrun.kernels import (
-    triton_blocks,
-    triton_fp8,
-    triton_groups,
-    triton_mvue,
-    triton_projection,
-)
+from nmrun.kernels import triton_blocks, triton_groups, triton_mvue, triton_projection
 from nmrun.kernels.operands import Update
 from nmrun.patterns import Pattern
 from nmrun.sparsity.estimators import inclusion_probabilities
@@ -624,35 +618,3 @@ def test_estimates_at_the_edges():
         (x, "1:32", 0),
     ):
         assert not triton_mvue.applies(tensor, Pattern.parse(pattern), dim)
-
-
-# --- rounding to FP8 ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT, HALF], ids=str)
-def test_rounding_to_fp8(kind, dtype):
-    """To the nearest number of the format, ties to even, as torch rounds."""
-    x = torch.randn(90, 70, generator=torch.Generator().manual_seed(4)).to(DEVICE, dtype)
-    for tensor in (x, x.t(), torch.zeros_like(x), x * 1e-4):
-        assert triton_fp8.applies(tensor, kind)
-        values, scale = triton_fp8.quantize(tensor, kind, FLOAT)
-        largest = tensor.float().abs().max()
-        expected = torch.finfo(kind).max / largest if largest else torch.tensor(1.0)
-        assert float(scale) == float(expected)
-        assert torch.equal(values, (tensor.float() * expected).to(kind).float())
-        assert values.stride() == tensor.stride()
-        low, _ = triton_fp8.quantize(tensor, kind, kind)
-        assert low.dtype == kind
-        assert torch.equal(low.float(), values)
-    assert not triton_fp8.applies(x[:, :3], kind)
-    assert not triton_fp8.applies(x, FLOAT)
-
-
-def test_what_is_not_finite_is_no_fp8_number():
-    x = torch.tensor([1.0, 2.0, torch.inf], device=DEVICE)
-    assert triton_fp8.quantize(x, torch.float8_e4m3fn, FLOAT)[0].isnan().tolist() == [False] * 2 + [
-        True
-    ]
-    x[0] = torch.nan
-    assert triton_fp8.quantize(x, torch.float8_e4m3fn, FLOAT)[0].isnan().all()

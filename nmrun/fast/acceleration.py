@@ -76,8 +76,8 @@ def accelerate(
 
     Parameters, optimizer state and checkpoints do not change. The products act in training mode,
     while the weights are N:M. Results differ from the masked dense layer by the rounding of the
-    dtype. Where several processes train, rank 0 decides. With ``fp8`` of :func:`nmrun.sparsify`,
-    sparse products are compared with simulated FP8. Called again, it decides anew.
+    dtype. Where several processes train, rank 0 decides. Layers with ``fp8`` of
+    :func:`nmrun.sparsify` stay as they are. Called again, it decides anew.
 
     Args:
         handle: of :func:`nmrun.sparsify`.
@@ -100,30 +100,22 @@ def accelerate(
         What each layer got, and why: all sparse layers, and the dense ones that were measured.
 
     Raises:
-        ConfigError: for a wrong handle, sample or mode; and where no layer can be accelerated,
+        ConfigError: for a wrong mode; and where no layer can be accelerated,
             unless mode is ``auto`` or ``off``.
     """
-    if not hasattr(handle, "sparse"):
-        raise ConfigError(f"handle is a {type(handle).__name__}: it takes what sparsify returned")
-    if not callable(sample):
-        raise ConfigError(
-            f"sample is a {type(sample).__name__}: it takes a function that passes one micro-batch, "
-            "such as lambda: model(batch)"
-        )
     check_values({"acceleration": one_of(*ACCELERATION)}, {"acceleration": mode})
     _take_back(handle)
     device = next((p.device for p in handle.model.parameters()), torch.device("cpu"))
     side: Any = _side(device)
     sparse = {weight.module: weight for weight in handle.sparse}
-    dense, attentions = dict[nn.Module, str](), dict[nn.Module, str]()
+    dense = dict[nn.Module, str]()
     if side is on_cpu and not why_not:
-        dense, attentions = _dense_layers(handle.model, sparse), _attentions(handle.model)
-    if mode == "off" or not (sparse or dense or attentions):
+        dense = _dense_layers(handle.model, sparse)
+    if mode == "off" or not (sparse or dense):
         return []
     why_not = why_not or obstacle(device)
-    modules = [*dense, *attentions, *([] if why_not else sparse)]
-    inputs = _largest_inputs(handle.model, modules, sample)
-    layers, total = itertools.count(1), len(handle.sparse) + len(dense) + len(attentions)
+    inputs = _largest_inputs(handle.model, [*dense, *([] if why_not else sparse)], sample)
+    layers, total = itertools.count(1), len(handle.sparse) + len(dense)
     library = "" if why_not or side is on_cpu else ranks.from_leader(on_gpu.library(device))
 
     def times_of(shape: Shape) -> Mapping[str, Times]:
@@ -139,9 +131,7 @@ def accelerate(
         raise ConfigError(
             f"trainer.acceleration={mode}: no layer can be accelerated here ({reasons})"
         )
-    choices += _by_onednn(handle, dense, inputs, times_of)
-    choices += _in_float32(attentions, inputs, times_of)
-    return choices
+    return choices + _by_torch_otherwise(handle, dense, inputs, times_of)
 
 
 Inputs = Mapping[nn.Module, tuple[torch.Size, torch.dtype]]
@@ -154,8 +144,9 @@ def _take_back(handle: Sparsified) -> None:
         if weight.layer is not None:
             weight.layer.packed = weight.layer.dense = None
     layer.restore_forward(handle.by_onednn)
-    for attention in _attentions(handle.model):
-        attention.in_float32 = False
+    for module in handle.model.modules():
+        if isinstance(module, DotProductAttention):
+            module.in_float32 = False
 
 
 # --- layers with a sparse weight ------------------------------------------------------------------
@@ -173,8 +164,7 @@ def _by_nm_products(
             choices.append(Choice(weight.name, None, reason))
             continue
         times = times_of(shape)
-        fp8 = weight.layer is not None and weight.layer.fp8
-        path, reason = _best(times, accumulate, mode, "FP8 simulated" if fp8 else "dense")
+        path, reason = _best(times, accumulate, mode)
         if is_faster(times, ONEDNN):
             layer.ensured(weight)
             weight.layer.dense = onednn
@@ -189,15 +179,11 @@ def _by_nm_products(
     return choices
 
 
-def _best(
-    times: Mapping[str, Times], accumulate: int, mode: str, without: str
-) -> tuple[str | None, str]:
-    """The path that a layer gets, and what was found; ``without`` is what the layer does without a
-    path.
-    """
+def _best(times: Mapping[str, Times], accumulate: int, mode: str) -> tuple[str | None, str]:
+    """The path that a layer gets, and what was found."""
     fallback = ONEDNN if is_faster(times, ONEDNN) else None
     dense = times[fallback or "dense"].step(accumulate)
-    comparison = f"{without} {times['dense'].step(accumulate):.3f} ms, "
+    comparison = f"dense {times['dense'].step(accumulate):.3f} ms, "
     if fallback:
         comparison += f"{fallback} {dense:.3f} ms, "
     allowed = {
@@ -220,58 +206,42 @@ def _best(
 
 
 def _dense_layers(model: nn.Module, sparse: Container[nn.Module]) -> dict[nn.Module, str]:
-    """The linear layers without a sparse weight, with the names of their weights."""
-    return {
-        module: f"{name}.weight".lstrip(".")
-        for name, module in model.named_modules()
-        if module not in sparse and onednn.weight_of(module) is not None
-    }
+    """The linear layers without a sparse weight, with the names of their weights; then the attention
+    modules, with their names."""
+    linear, attentions = dict[nn.Module, str](), dict[nn.Module, str]()
+    for name, module in model.named_modules():
+        if isinstance(module, DotProductAttention):
+            attentions[module] = name
+        elif module not in sparse and onednn.weight_of(module) is not None:
+            linear[module] = f"{name}.weight".lstrip(".")
+    return linear | attentions
 
 
-def _by_onednn(
+def _by_torch_otherwise(
     handle: Sparsified, layers: Mapping[nn.Module, str], inputs: Inputs, times_of: TimesOf
 ) -> list[Choice]:
-    """Give dense linear layers the products of oneDNN."""
+    """Give dense linear layers the products of oneDNN, and let attention in bfloat16 compute in
+    float32, where that is faster than what torch does by itself."""
     choices = []
     for module, name in layers.items():
-        shape = on_cpu.dense(module, inputs.get(module))
-        if shape is not None:
-            choices.append(_dense_choice(name, shape, times_of(shape), ONEDNN, "dense"))
-            if choices[-1].path is not None:
-                onednn.install(module)
-                handle.by_onednn.append(module)
+        attends = isinstance(module, DotProductAttention)
+        find: Any = on_cpu.attention if attends else on_cpu.dense
+        shape = find(module, inputs.get(module))
+        if shape is None:
+            continue
+        path, before = (FLOAT32, "bfloat16") if attends else (ONEDNN, "dense")
+        times = times_of(shape)
+        torchs, candidate = times["dense"].dense, times[path].dense
+        found = times[path].wrong or f"{candidate:.3f} ms ({torchs / candidate:.2f}x)"
+        reason = f"{before} {torchs:.3f} ms, {path} {found}"
+        taken = path if is_faster(times, path) else None
+        choices.append(Choice(name, taken, reason, shape, times, always_dense=True))
+        if isinstance(module, DotProductAttention):
+            module.in_float32 = taken is not None
+        elif taken is not None:
+            onednn.install(module)
+            handle.by_onednn.append(module)
     return choices
-
-
-def _attentions(model: nn.Module) -> dict[Any, str]:
-    """The attention modules, with their names."""
-    return {
-        module: name
-        for name, module in model.named_modules()
-        if isinstance(module, DotProductAttention)
-    }
-
-
-def _in_float32(attentions: Mapping[Any, str], inputs: Inputs, times_of: TimesOf) -> list[Choice]:
-    """Let attention in bfloat16 compute in float32."""
-    choices = []
-    for attention, name in attentions.items():
-        shape = on_cpu.attention(attention, inputs.get(attention))
-        if shape is not None:
-            choices.append(_dense_choice(name, shape, times_of(shape), FLOAT32, "bfloat16"))
-            attention.in_float32 = choices[-1].path is not None
-    return choices
-
-
-def _dense_choice(
-    name: str, shape: object, times: Mapping[str, Times], path: str, dense: str
-) -> Choice:
-    """The choice between a path and torch's own, which is called ``dense``."""
-    before, candidate = times["dense"].dense, times[path].dense
-    found = times[path].wrong or f"{candidate:.3f} ms ({before / candidate:.2f}x)"
-    reason = f"{dense} {before:.3f} ms, {path} {found}"
-    taken = path if is_faster(times, path) else None
-    return Choice(name, taken, reason, shape, times, always_dense=True)
 
 
 # --- the model and the device ---------------------------------------------------------------------

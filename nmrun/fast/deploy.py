@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError, first_line
 from nmrun.fast import measurement
-from nmrun.fast.cpu import dense_int8, onednn
+from nmrun.fast.cpu import onednn
 from nmrun.fast.cpu import probe as on_cpu
-from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import bf16, blocks, int8, products
-from nmrun.fast.cpu.onednn import OneDNNLinear
+from nmrun.fast.cpu.onednn import DenseInt8Linear, OneDNNLinear
 from nmrun.fast.cpu.packed_convolution import Bf16Convolution, PackedConvolution
 from nmrun.fast.cpu.packed_linear import (
     Bf16Linear,
@@ -97,7 +96,7 @@ def deploy(
             times of all calls that a layer gets in it are added.
         precision: ``"int8"`` adds candidates for linear layers on the CPU:
             :class:`~nmrun.fast.cpu.packed_linear.Int8Linear`, packed, ``Int8BlockLinear`` for V:N:M,
-            :class:`~nmrun.fast.cpu.dense_int8.DenseInt8Linear`, oneDNN's with the zeros; for
+            :class:`~nmrun.fast.cpu.onednn.DenseInt8Linear`, oneDNN's with the zeros; for
             float32 weights also the packed ones of bfloat16. Attention may then multiply in
             bfloat16. None, the default: layers keep their precision.
         tolerance: the largest error of such a layer on the tokens of the sample, from 0 to 1, as a
@@ -183,7 +182,7 @@ def int8_layers(site: Site, sparse: bool, tolerance: float) -> tuple[dict[str, n
         sparse: its weight is N:M.
         tolerance: the error's share of the outputs' norm.
     """
-    ways: dict[str, Path] = {DENSE_INT8: DenseInt8Linear.of} if dense_int8.available() else {}
+    ways: dict[str, Path] = {DENSE_INT8: DenseInt8Linear.of} if onednn.available_int8() else {}
     return _near(site, ways | ({INT8: Int8Linear.of} if sparse else {}), tolerance)
 
 
@@ -257,8 +256,7 @@ def paths(device: torch.device, dtype: torch.dtype, pattern: Pattern) -> dict[st
         raise ValueError(f"{short}: 2:4 products are of bfloat16 or float16")
     if not pattern.fits_2_4:
         raise ValueError(f"{pattern} does not fit into 2:4, all that this GPU multiplies")
-    names = semi_structured.candidates(fp8=False)
-    return {name: partial(SemiStructuredLinear, path=name) for name in names}
+    return {name: partial(SemiStructuredLinear, path=name) for name in semi_structured.PATHS}
 
 
 def _of_convolution(site: ConvolutionSite) -> dict[str, Path]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from nmrun.fast import measurement
 from nmrun.fast.cpu import probe
-from nmrun.fast.cpu.kernels import attention, bf16, gelu
+from nmrun.fast.cpu.kernels import bf16, fused
 from nmrun.fast.measurement import FASTER, Choice
 from nmrun.fast.sites import compute, devices, places
 from nmrun.kernels.layout import has_memory
@@ -45,7 +45,7 @@ class FusedAttention(nn.Module):
         """As :class:`~nmrun.fast.attention.MaskedAttention`."""
         if q.dim() != 4 or q.shape[2] < FEW or not _supports(q, k, v, mask=mask):
             return F.scaled_dot_product_attention(q, k, v, mask)
-        return attention.attention(q, k, v, mask, low=self.low)
+        return fused.attention(q, k, v, mask, low=self.low)
 
     def extra_repr(self) -> str:
         return f"low={self.low}"
@@ -66,7 +66,7 @@ class FusedGELU(nn.Module):
         """As :func:`torch.nn.functional.gelu`."""
         if not _supports(input):
             return F.gelu(input, approximate="tanh" if self.tanh else "none")
-        return gelu.gelu(input, self.tanh)
+        return fused.gelu(input, self.tanh)
 
     def extra_repr(self) -> str:
         return f"tanh={self.tanh}"
@@ -75,7 +75,7 @@ class FusedGELU(nn.Module):
 def _supports(*tensors: Tensor, mask: Tensor | None = None) -> bool:
     """Whether kernels take them, with a mask of any dtype."""
     dtypes = {t.dtype for t in tensors}
-    if len(dtypes) > 1 or not dtypes <= {*attention.DTYPES} or not all(map(has_memory, tensors)):
+    if len(dtypes) > 1 or not dtypes <= {*fused.DTYPES} or not all(map(has_memory, tensors)):
         return False
     given = tensors if mask is None else (*tensors, mask)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
@@ -83,38 +83,27 @@ def _supports(*tensors: Tensor, mask: Tensor | None = None) -> bool:
     return all(t.device.type == "cpu" and t.numel() for t in tensors)
 
 
-def _attention(module: Any, x: Tensor, low: bool) -> dict[str, nn.Module]:
-    if attention.KERNELS.obstacle():
+ATTENTION = "nmrun.fast.attention.MaskedAttention"
+# GELUs by the class whose `forward` they have: whether a layer is the approximation by tanh
+GELUS: dict[str, Callable[[Any], bool]] = {
+    "torch.nn.modules.activation.GELU": lambda module: module.approximate == "tanh",
+    "transformers.activations.GELUActivation": lambda module: False,
+    "transformers.activations.NewGELUActivation": lambda module: True,
+    "transformers.activations.GELUTanh": lambda module: True,
+}
+
+
+def _ways(module: nn.Module, x: Tensor, low: bool) -> dict[str, nn.Module]:
+    """What may take a layer's place for an input; ``low``: as int8 is allowed, so is bfloat16."""
+    if fused.KERNELS.obstacle():
         return {}
+    kind = _kind(module)
+    if kind in GELUS:
+        return {FUSED: FusedGELU(GELUS[kind](module))}
     ways: dict[str, nn.Module] = {FUSED: FusedAttention()}
     if low and x.dtype == torch.float32 and not bf16.KERNELS.obstacle():
         ways[FUSED_BF16] = FusedAttention(low=True)
     return ways
-
-
-def _gelu(module: Any, x: Tensor, low: bool) -> dict[str, nn.Module]:
-    if gelu.KERNELS.obstacle():
-        return {}
-    return {FUSED: FusedGELU(module.approximate == "tanh")}
-
-
-def _gelu_exact(module: Any, x: Tensor, low: bool) -> dict[str, nn.Module]:
-    return {FUSED: FusedGELU()} if module.act is F.gelu and not gelu.KERNELS.obstacle() else {}
-
-
-def _gelu_tanh(module: Any, x: Tensor, low: bool) -> dict[str, nn.Module]:
-    return {} if gelu.KERNELS.obstacle() else {FUSED: FusedGELU(tanh=True)}
-
-
-# what may take a layer's place for an input, by the class whose `forward` the layer has; `low`: as
-# int8 is allowed, so is bfloat16
-REPLACEMENTS: dict[str, Callable[[Any, Tensor, bool], dict[str, nn.Module]]] = {
-    "nmrun.fast.attention.MaskedAttention": _attention,
-    "torch.nn.modules.activation.GELU": _gelu,
-    "transformers.activations.GELUActivation": _gelu_exact,
-    "transformers.activations.NewGELUActivation": _gelu_tanh,
-    "transformers.activations.GELUTanh": _gelu_tanh,
-}
 
 
 def fuse(model: nn.Module, sample: Any, tolerance: float | None) -> list[Choice]:
@@ -126,7 +115,7 @@ def fuse(model: nn.Module, sample: Any, tolerance: float | None) -> list[Choice]
     """
     if devices(model) - {"cpu"}:
         return []
-    names = {m: name for name, m in model.named_modules() if _kind(m) is not None and name}
+    names = {m: name for name, m in model.named_modules() if _kind(m) and name}
     calls: dict[nn.Module, Counter[Any]] = {module: Counter() for module in names}
     inputs: dict[Any, tuple[Tensor, ...]] = {}
 
@@ -156,11 +145,11 @@ def fuse(model: nn.Module, sample: Any, tolerance: float | None) -> list[Choice]
     return choices
 
 
-def _kind(module: nn.Module) -> Callable[[Any, Tensor, bool], dict[str, nn.Module]] | None:
-    if is_touched(module):
-        return None
+def _kind(module: nn.Module) -> str:
+    """The class that :func:`_ways` knows a layer by; empty for any other layer."""
     kind = forward_class(module)
-    return REPLACEMENTS.get(f"{kind.__module__}.{kind.__qualname__}")
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return name if name in (ATTENTION, *GELUS) and not is_touched(module) else ""
 
 
 def _fastest(
@@ -169,9 +158,8 @@ def _fastest(
     """Find a layer that computes the same as a module in less time. ``sizes`` are inputs, each with
     how often it occurs. Returns the path and the layer, or None and the module itself if none is
     right and faster; and the reason, with the times of the commonest size."""
-    find, (first, _) = _kind(module), max(sizes, key=lambda size: size[1])
-    assert find is not None
-    ways, wrong = find(module, first[0], tolerance is not None), []
+    first, _ = max(sizes, key=lambda size: size[1])
+    ways, wrong = _ways(module, first[0], tolerance is not None), []
     for name, layer in list(ways.items()):
         limit = tolerance if name == FUSED_BF16 else None
         faults = (_fault(module, layer, inputs, limit) for inputs, _ in sizes)

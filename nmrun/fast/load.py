@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from nmrun.errors import refused
 from nmrun.fast import packed
-from nmrun.fast.cpu import dense_int8, packed_convolution
-from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
+from nmrun.fast.cpu import onednn, packed_convolution
 from nmrun.fast.cpu.kernels import bf16, blocks, int8, products, tiles
+from nmrun.fast.cpu.onednn import DenseInt8Linear
 from nmrun.fast.cpu.packed_convolution import PackedConvolution
 from nmrun.fast.cpu.packed_linear import Bf16Linear, BlockLinear, Int8Linear, PackedLinear
 from nmrun.fast.measurement import DENSE_INT8
@@ -154,7 +154,7 @@ def _linear(
         raise ValueError(f"{line.name}: a value behind the last column")
     if scales is not None:
         row_scales = scales[first : first + rows]
-        if line.layer == DENSE_INT8 and dense_int8.available():
+        if line.layer == DENSE_INT8 and onednn.available_int8():
             weight = torch.zeros(rows, columns, dtype=torch.int8)
             weight[row, column] = value
             return partial(DenseInt8Linear, weight, row_scales.clone())

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from nmrun.kernels.operands import Operands
 from nmrun.kernels.triton_groups import MODES, locate, pointer, project_tile, select
-from nmrun.kernels.triton_launches import Launches, member_of, on
+from nmrun.kernels.triton_launches import Launches, on
 
 TILE = 1024  # weights a program has: five tensors of them have to fit into registers
 
@@ -104,7 +104,7 @@ class FusedAdam:
         decayed, spared, has_mask, soft, fading = kind
         mode = MODES["soft" if soft else "decayed" if fading else "hard"]
         self._constants = {"DECAYED": decayed, "SPARED": spared, "HAS_MASK": has_mask, "MODE": mode}
-        self._launches = Launches(member_of)
+        self._launches = Launches(TILE)
         # at one place for good: a captured graph reads them there
         self.scalars = torch.empty(11, dtype=torch.float32, device=device)
 
@@ -113,7 +113,7 @@ class FusedAdam:
         to a weight, and where a tensor does not begin at a multiple of 16 bytes."""
         self.scalars.copy_(torch.tensor(scalars, dtype=torch.float32), non_blocking=True)
         updates = [o.update for o in members]
-        batch = [(u.dense, u.projected, u.pattern, u.dim, TILE) for u in updates]
+        batch = [(u.dense, u.projected, u.pattern, u.dim) for u in updates]
         for indices, table, constants in self._launches.of(batch):
             rows = table.rows([
                 (*members[i].all, updates[i].rule.mask, updates[i].rule.soft_threshold_scale)

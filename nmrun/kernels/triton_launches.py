@@ -4,7 +4,7 @@ launch."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from nmrun.kernels.layout import LARGEST, as_stored, stored_alike
 from nmrun.kernels.triton_groups import LARGEST_M
 from nmrun.patterns import Pattern
 
+Sizes = tuple[int, int, int]
 TILE = 2048  # weights a program has at least, if there are so many: 16 a thread
 MOST_BATCHES = 64  # batches of other kinds that are kept: structure decay changes patterns
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -23,7 +24,7 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 def shape_of(
     weight: Tensor, pattern: Pattern, dim: int, tile: int = TILE
-) -> tuple[tuple[int, int, int], dict[str, Any]]:
+) -> tuple[Sizes, dict[str, Any]]:
     """((columns, elements between neighbours of a group, size of the dimension), the kernel's
     constants) for one weight."""
     dim, (weight,) = as_stored(dim, weight)
@@ -38,7 +39,7 @@ def shape_of(
     return (columns, inner, size), constants
 
 
-def programs_of(sizes: tuple[int, int, int], constants: dict[str, Any]) -> int:
+def programs_of(sizes: Sizes, constants: dict[str, Any]) -> int:
     """How many programs one weight takes, by :func:`shape_of`."""
     (columns, inner, _), across = sizes, constants["COLUMNS"]
     return (
@@ -48,13 +49,10 @@ def programs_of(sizes: tuple[int, int, int], constants: dict[str, Any]) -> int:
     )
 
 
-def applies(
-    weight: Tensor, out: Tensor, pattern: Pattern, dim: int, *others: Tensor | None
-) -> bool:
-    """Whether these kernels can read ``weight`` and write ``out`` and the others, which have its
-    shape."""
+def applies(weight: Tensor, out: Tensor, pattern: Pattern, dim: int) -> bool:
+    """Whether these kernels can read ``weight`` and write ``out``."""
     size = weight.shape[dim] if weight.dim() else 0
-    tensors = [t for t in (weight, out, *others) if t is not None]
+    tensors = (weight, out)
     return (
         (weight.is_cuda or triton.knobs.runtime.interpret)
         and 0 < weight.numel() < LARGEST
@@ -67,9 +65,6 @@ def applies(
         )
         and stored_alike(*tensors)
     )
-
-
-Sizes = tuple[int, int, int]
 
 
 class LaunchTable:
@@ -119,29 +114,21 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
 
 
-class LaunchMember(NamedTuple):
-    """What a launch has of one weight: the sizes in its row, its programs, the kernel's constants."""
-
-    sizes: Sizes
-    programs: int
-    constants: dict[str, Any]
-
-
 class Launches:
     """The fewest launches for batches of weights: one for each device and set of constants. They depend
     on the kinds of the tensors alone, so they hold none, and are made once.
 
     Args:
-        member: of ``(weight, out, *how)``, which is one weight of a batch; None where the kernel does not
-            apply to it.
+        tile: weights that a program has at least.
     """
 
-    def __init__(self, member: Callable[..., LaunchMember | None]) -> None:
-        self._member = member
+    def __init__(self, tile: int = TILE) -> None:
+        self._tile = tile
         self._made: dict[tuple[Any, ...], list[Launch]] = {}
 
-    def of(self, batch: Sequence[tuple[Any, ...]]) -> list[Launch]:
-        """Those of a batch. Raises ValueError where the kernel does not apply to a weight."""
+    def of(self, batch: Sequence[tuple[Tensor, Tensor, Pattern, int]]) -> list[Launch]:
+        """Those of a batch: each weight with where its projection goes, its pattern and dimension.
+        Raises ValueError where the kernels do not apply to a weight."""
         key = tuple((*_kind(weight), *_kind(out), *how) for weight, out, *how in batch)
         if key not in self._made:
             if len(self._made) >= MOST_BATCHES:
@@ -149,38 +136,30 @@ class Launches:
             self._made[key] = self._make(batch)
         return self._made[key]
 
-    def _make(self, batch: Sequence[tuple[Any, ...]]) -> list[Launch]:
-        entries = list[LaunchMember]()
-        alike: dict[tuple[Any, ...], list[int]] = {}
-        for i, (weight, *others) in enumerate(batch):
-            member = self._member(weight, *others)
-            if member is None:
+    def _make(self, batch: Sequence[tuple[Tensor, Tensor, Pattern, int]]) -> list[Launch]:
+        alike: dict[tuple[Any, ...], list[tuple[int, Sizes, int]]] = {}
+        constants_of: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for i, (weight, out, pattern, dim) in enumerate(batch):
+            dim %= max(1, weight.dim())
+            if not applies(weight, out, pattern, dim):
                 raise ValueError(
                     f"weight {i} of the batch, {list(weight.shape)} {weight.dtype}, is none for the kernels"
                 )
-            entries.append(member)
-            alike.setdefault((weight.device, *member.constants.values()), []).append(i)
+            sizes, constants = shape_of(weight, pattern, dim, self._tile)
+            constants |= {"WEIGHT": DTYPES[weight.dtype], "OUT": DTYPES[out.dtype]}
+            key = weight.device, *constants.values()
+            constants_of[key] = constants
+            alike.setdefault(key, []).append((i, sizes, programs_of(sizes, constants)))
         result = []
-        for (device, *_), members in alike.items():
-            sizes, programs, constants = zip(*(entries[i] for i in members), strict=True)
-            result.append(Launch(members, LaunchTable(sizes, programs, device), constants[0]))
+        for key, those in alike.items():
+            members, sizes_of, programs = zip(*those, strict=True)
+            table = LaunchTable(sizes_of, programs, key[0])
+            result.append(Launch(list(members), table, constants_of[key]))
         return result
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.dtype, tensor.shape, tensor.stride()
-
-
-def member_of(
-    weight: Tensor, out: Tensor, pattern: Pattern, dim: int, tile: int = TILE
-) -> LaunchMember | None:
-    """For :class:`Launches` that project; None where the kernels do not apply."""
-    dim %= max(1, weight.dim())
-    if not applies(weight, out, pattern, dim):
-        return None
-    sizes, constants = shape_of(weight, pattern, dim, tile)
-    constants |= {"WEIGHT": DTYPES[weight.dtype], "OUT": DTYPES[out.dtype]}
-    return LaunchMember(sizes, programs_of(sizes, constants), constants)
 
 
 def on(tensor: Tensor) -> Any:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nmrun.kernels.triton_groups import MODES, locate, pointer, project_tile, select
-from nmrun.kernels.triton_launches import Launches, applies, member_of, on, programs_of, shape_of
+from nmrun.kernels.triton_launches import Launches, applies, on, programs_of, shape_of
 from nmrun.patterns import Pattern
 
 
@@ -109,7 +109,7 @@ class Batch:
     """Keeps the N largest of many weights in as few launches as they allow."""
 
     def __init__(self) -> None:
-        self.launches = Launches(member_of)
+        self.launches = Launches()
 
     def project(self, batch: Sequence[tuple[Tensor, Tensor, Pattern, int]]) -> None:
         """Project weights, each with ``out``, ``pattern`` and ``dim`` of :func:`project`. Raises

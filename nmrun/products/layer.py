@@ -18,10 +18,6 @@ from nmrun.sparsity.layers import forward_class, is_plain_linear, of_one_input, 
 from nmrun.sparsity.projections import keep_largest
 from nmrun.sparsity.weight import SparseWeight
 
-ToWrite = tuple[Tensor, Tensor | None, bool]  # what PackedProducts.write takes
-# why packed products do not take a layer
-ESTIMATED_INPUT = "its input gradient is by a new estimate of the weight in every pass"
-
 
 class Phase(Protocol):
     """What is asked of a recipe by what computes products."""
@@ -37,10 +33,9 @@ class Phase(Protocol):
 
 class PackedProducts(Protocol):
     """Products with the kept weights alone, for one layer, on a CPU or a GPU. Whoever has some sets
-    them as :attr:`Layer.packed`. Its ``packer`` writes those of many layers."""
+    them as :attr:`Layer.packed`."""
 
     dtype: torch.dtype
-    packer: type[Packer]
 
     def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
         """Take over a weight, (outputs, inputs) of a linear layer. ``other``: the weight of the
@@ -50,21 +45,6 @@ class PackedProducts(Protocol):
     def __call__(self, *args: Any) -> Any:
         """The layer's output from input, weight, bias, with gradients for these. A linear layer
         also takes the pattern that its output gradient is estimated by, or None."""
-
-
-class Packer(Protocol):
-    """Writes the packed weights of many layers, which are of one class; kept from step to step."""
-
-    def write(self, members: Sequence[tuple[Any, ToWrite]]) -> None:
-        """Give each of the products what its ``write`` takes."""
-
-
-class LayerPacker:
-    """Writes packed weights one after the other."""
-
-    def write(self, members: Sequence[tuple[Any, ToWrite]]) -> None:
-        for products, operands in members:
-            products.write(*operands)
 
 
 class DenseProducts(Protocol):
@@ -165,18 +145,11 @@ class Layer:
 
     def pack(self) -> None:
         """Pack what N:M products read; of a sharded weight in the next pass."""
-        operands = self.to_pack()
-        if self.packed is not None and operands is not None:
-            self.packed.write(*operands)
-
-    def to_pack(self) -> ToWrite | None:
-        """What :attr:`packed` is to be given now, None for nothing."""
         self._waits = self.weight.is_sharded
-        if self.packed is None or not self.uses_packed or self._waits:
-            return None
-        return self.to_write(self.weight.weight)
+        if self.packed is not None and self.uses_packed and not self._waits:
+            self.packed.write(*self.to_write(self.weight.weight))
 
-    def to_write(self, whole: Tensor) -> ToWrite:
+    def to_write(self, whole: Tensor) -> tuple[Tensor, Tensor | None, bool]:
         """What :attr:`packed` is given of a weight."""
         masked = self.masked and not self.whole_gradients
         return self.matrix(whole), self.matrix(self.input_weight), masked
@@ -194,22 +167,6 @@ class Layer:
             self.packed.write(*self.to_write(whole.detach()))
             self._waits = False
         return self.packed
-
-
-class Packers:
-    """Packs what N:M products read, as :meth:`Layer.pack` does, for many layers at a time."""
-
-    def __init__(self) -> None:
-        self._packers: dict[type[Packer], Packer] = {}
-
-    def pack(self, layers: Sequence[Layer]) -> None:
-        members: dict[type[Packer], list[tuple[PackedProducts, ToWrite]]] = {}
-        for layer in layers:
-            operands = layer.to_pack()
-            if layer.packed is not None and operands is not None:
-                members.setdefault(layer.packed.packer, []).append((layer.packed, operands))
-        for kind, those in members.items():
-            self._packers.setdefault(kind, kind()).write(those)
 
 
 def install(
@@ -269,6 +226,15 @@ def estimate_again(weights: Sequence[SparseWeight]) -> list[str]:
 def replaceable(weight: SparseWeight) -> bool:
     """Whether :func:`install` can do anything for this layer."""
     return _forward_of(weight, Layer(weight)) is not None
+
+
+def simulated(weight: SparseWeight) -> str:
+    """Why no packed products can take a layer: its products are simulated. Empty if they are not."""
+    if weight.layer is None:
+        return ""
+    if weight.layer.input_mvue is not None:
+        return "its input gradient is by a new estimate of the weight in every pass"
+    return "FP8 is simulated, in dense products" if weight.layer.fp8 else ""
 
 
 def ensured(weight: SparseWeight) -> bool:

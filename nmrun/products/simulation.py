@@ -18,15 +18,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmrun.kernels.comparison import agrees
-from nmrun.kernels.layout import has_memory
 from nmrun.patterns import Pattern
 from nmrun.sparsity import estimators
 
@@ -40,42 +37,12 @@ def quantize(
     scale``. The scale maps the tensor's largest magnitude to the largest number of the format.
     Returns the values (FP8, or the same numbers as ``stored``) and the scale (float32,
     0-dimensional; 1 for an all-zero tensor). What is not finite becomes NaN."""
-    stored = stored or dtype
-    # torch.compile makes two kernels of the operations below by itself; the backward pass of an
-    # operator it follows with tensors that have no memory
-    if x.is_cuda and has_memory(x) and _by_triton(x.device):
-        from nmrun.kernels import triton_fp8
-
-        if triton_fp8.applies(x, dtype):
-            return triton_fp8.quantize(x, dtype, stored)
-    return _quantize(x, dtype, stored)
-
-
-def _quantize(x: Tensor, dtype: torch.dtype, stored: torch.dtype) -> tuple[Tensor, Tensor]:
     x = x.float()
     largest = x.abs().amax()
     # finite for subnormal numbers too
     scale = (torch.finfo(dtype).max / largest).clamp_max(torch.finfo(torch.float32).max)
     scale = torch.where(largest == 0, 1.0, scale)
-    return (x * scale).to(dtype).to(stored), scale
-
-
-@cache
-def _by_triton(device: torch.device) -> bool:
-    """Whether Triton rounds to FP8 as torch does on this device: compared once."""
-
-    def compare() -> bool:
-        from nmrun.kernels import triton_fp8
-
-        x = torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(device)
-        for dtype in (FORWARD_FP8, BACKWARD_FP8):
-            values, scale = triton_fp8.quantize(x, dtype, torch.bfloat16)
-            expected, exact = _quantize(x, dtype, torch.bfloat16)
-            if not (torch.equal(values, expected) and torch.equal(scale, exact)):
-                return False
-        return True
-
-    return agrees("Triton's rounding to FP8", device, compare, "torch's")
+    return (x * scale).to(dtype).to(stored or dtype), scale
 
 
 def linear(
@@ -85,7 +52,6 @@ def linear(
     input_weight: Tensor | None = None,
     mvue: Pattern | None = None,
     fp8: bool = False,
-    generator: torch.Generator | None = None,
     input_mvue: Pattern | None = None,
 ) -> Tensor:
     """``torch.nn.functional.linear`` with other backward products; without any of the options, the
@@ -106,20 +72,17 @@ def linear(
     # an expert without tokens: there is no largest magnitude, and no gradient to estimate
     if x.numel() == 0:
         return F.linear(x, weight, bias)
-    return _Linear.apply(
-        *_autocast(x, weight, bias, input_weight), mvue, fp8, generator, input_mvue
-    )
+    return _Linear.apply(*_autocast(x, weight, bias, input_weight), mvue, fp8, input_mvue)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, input_weight: Tensor | None,
-        mvue: Pattern | None, fp8: bool, generator: torch.Generator | None,
-        input_mvue: Pattern | None,
+        mvue: Pattern | None, fp8: bool, input_mvue: Pattern | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight if input_weight is None else input_weight)
-        ctx.mvue, ctx.fp8, ctx.generator, ctx.input_mvue = mvue, fp8, generator, input_mvue
+        ctx.mvue, ctx.fp8, ctx.input_mvue = mvue, fp8, input_mvue
         if not fp8:
             z = F.linear(x, weight, bias)
             # of several tokens it is a view, which autograd would let nobody write in place
@@ -136,16 +99,16 @@ class _Linear(torch.autograd.Function):
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             if ctx.input_mvue is not None:
-                weight = estimators.mvue(weight, ctx.input_mvue, 0, ctx.generator)
+                weight = estimators.mvue(weight, ctx.input_mvue, 0)
             dx = backward_product(dz, weight, ctx.fp8)
         tokens = dz.reshape(-1, dz.shape[-1])
         if ctx.needs_input_grad[2]:
             db = tokens.sum(0)
         if ctx.needs_input_grad[1]:
             if ctx.mvue is not None:
-                tokens = estimate(tokens, ctx.mvue, ctx.generator)
+                tokens = estimate(tokens, ctx.mvue)
             dw = backward_product(tokens.t(), x.reshape(-1, x.shape[-1]), ctx.fp8)
-        return dx, dw, db, None, None, None, None, None
+        return dx, dw, db, None, None, None, None
 
 
 def refuse_second_gradients(
@@ -178,12 +141,12 @@ def _matmul_fp8(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         return (a @ b).float() / scale_a / scale_b
 
 
-def estimate(tokens: Tensor, pattern: Pattern, generator: torch.Generator | None) -> Tensor:
+def estimate(tokens: Tensor, pattern: Pattern) -> Tensor:
     """The unbiased N:M estimate of a gradient (tokens, out) along the tokens, the last group filled
     up with zeros."""
     missing = -len(tokens) % pattern.m
     filled = F.pad(tokens, (0, 0, 0, missing)) if missing else tokens
-    return estimators.mvue(filled, pattern, 0, generator)[: len(tokens)]
+    return estimators.mvue(filled, pattern, 0)[: len(tokens)]
 
 
 def convolution(

@@ -122,7 +122,7 @@ class Stepper:
         self.measured: dict[str, float] = {}
         self._step: OpenStep | None = None  # stays after a step that failed
         self._outside = OutsideWrites()
-        self._batch, self._packers = WeightBatch(), layer.Packers()
+        self._batch = WeightBatch()
         self._begun = False
         self._hooks: list[Any] = []
         self.resume = Resume(optimizer, recipe, sparse, self.refresh)
@@ -292,7 +292,8 @@ class Stepper:
                     weight.layer.enter(self.recipe)
                 for follow in weight.dependents:
                     follow(weight)
-            self._packers.pack([w.layer for w in self.sparse if w.layer is not None])
+                if weight.layer is not None:
+                    weight.layer.pack()
         torch.clear_autocast_cache()  # it still has the old weights
         for weight in self.sparse:
             weight.note()

@@ -36,7 +36,7 @@ def wrong(x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor:
     return COMPRESSED.multiply(x, parts, bias) * 1.05
 
 
-def refusing(weight: Tensor, other: Tensor | None) -> Any:
+def refusing(weight: Tensor) -> Any:
     raise RuntimeError("not on this machine\nand where")
 
 
@@ -134,6 +134,24 @@ def test_a_path_that_is_not_right_is_never_taken(
             ConfigError, match=f"no layer can be accelerated here .*broken: {message}"
         ):
             accelerate(handle, passing(model), mode)
+
+
+def test_what_no_memory_was_free_for_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, device = (
+        probe.SemiStructuredShape(32, 64, 16, torch.bfloat16),
+        torch.device("cpu"),
+    )
+
+    def full(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as for_now:
+        for_now.setitem(
+            semi_structured.PATHS, "compressed", semi_structured.Path(COMPRESSED.pack, full)
+        )
+        times = probe.measured(shape, device)
+    assert times["compressed"].wrong == "not enough memory is free to try it"
+    assert not probe.measured(shape, device)["compressed"].wrong
 
 
 def test_slower_than_dense(machine: Machine) -> None:
@@ -265,7 +283,7 @@ def test_times_are_of_one_version_of_the_kernels(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(probe, "version", lambda files: hashed.extend(f.name for f in files))
     model = mlp()
     accelerate(sparse(model)[1], passing(model))
-    assert {"probe.py", "triton_compression.py", "triton_mvue.py", "triton_fp8.py"} <= {*hashed}
+    assert {"probe.py", "triton_compression.py", "triton_groups.py"} <= {*hashed}
 
 
 def test_a_layer_is_timed_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -605,6 +623,14 @@ def test_an_estimated_input_gradient_is_not_packed() -> None:
     assert "estimate of the weight" in choices[0].reason
 
 
+def test_simulated_fp8_is_not_packed() -> None:
+    model = mlp()
+    _, handle = sparse(model, fp8=True)
+    assert {(c.path, c.reason) for c in accelerate(handle, passing(model))} == {
+        (None, "FP8 is simulated, in dense products")
+    }
+
+
 def test_double_pruning_is_refused_where_it_makes_no_sense() -> None:
     for recipe in ("bi_mask", "t_sr_ste"):
         with pytest.raises(ConfigError, match=f"{recipe} makes the input gradient N:M by itself"):
@@ -651,7 +677,7 @@ def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_times_come_back_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "cache_folder", lambda: tmp_path)
-    named = ("cusparselt:17", "cusparselt:12", "cusparselt:17")
+    named = ("cusparselt:17", "cusparselt:12")
     times = {"dense": Times(0.0, 2.0), "cusparselt": Times(1.0, 2.0, 3.0, algorithms=named)}
     measurement.remember("probe.json", "a GPU", "a shape", times)
     assert measurement.recall("probe.json", "a GPU", "a shape", times.keys()) == times

@@ -13,8 +13,8 @@ from torch import nn
 
 import nmrun
 from nmrun.errors import ConfigError
-from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import int8
+from nmrun.fast.cpu.onednn import DenseInt8Linear
 from nmrun.fast.cpu.packed_linear import Int8Linear, PackedLinear
 from nmrun.sparsity import nm_mask
 

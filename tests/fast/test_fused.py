@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import nmrun
-from nmrun.fast import fused
 from nmrun.fast.cpu import probe
-from nmrun.fast.cpu.kernels import attention, bf16
+from nmrun.fast.cpu.kernels import bf16
+from nmrun.fast.cpu.kernels import fused as kernels
 from nmrun.fast.fused import FusedAttention, FusedGELU
 from nmrun.sparsity import nm_mask
 
 pytestmark = pytest.mark.skipif(
-    bool(attention.KERNELS.obstacle()), reason="no compiler or no AVX-512"
+    bool(kernels.KERNELS.obstacle()), reason="no compiler or no AVX-512"
 )
 
 
@@ -142,7 +142,7 @@ def test_torchs_stay_where_they_are_faster_or_the_kernel_is_wrong(
     choices = {c.name: c for c in nmrun.deploy(model, x)}
     assert choices["0.gelu"].path is None
     assert isinstance(model[0].gelu, nn.GELU)
-    monkeypatch.setattr(fused.gelu, "gelu", lambda x, tanh: x)
+    monkeypatch.setattr(kernels, "gelu", lambda x, tanh: x)
     monkeypatch.setattr(probe, "side_by_side", lambda *calls: [0.5**i for i in range(len(calls))])
     model = network()
     choices = {c.name: c for c in nmrun.deploy(model, x)}

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from nmrun.fast.cpu import dense_int8
-from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
-from nmrun.fast.cpu.kernels import attention, bf16, gelu, int8, products
+from nmrun.fast.cpu import onednn
+from nmrun.fast.cpu.kernels import bf16, fused, int8, products
 from nmrun.fast.cpu.kernels.convolution import Window
+from nmrun.fast.cpu.onednn import DenseInt8Linear
 from nmrun.fast.cpu.packed_convolution import Bf16Convolution, PackedConvolution
 from nmrun.fast.cpu.packed_linear import Bf16Linear, Int8Linear, PackedLinear
 from nmrun.fast.fused import FusedAttention, FusedGELU
@@ -34,7 +34,7 @@ LAYERS: dict[str, tuple[str, Callable[[], nn.Module], list[tuple[int, ...]]]] = 
     "bf16": (bf16.KERNELS.obstacle(), lambda: Bf16Linear.of(weight()), [(5, 32)]),
     "int8": (int8.KERNELS.obstacle(), lambda: Int8Linear.of(weight()), [(5, 32)]),
     "dense int8": (
-        "" if dense_int8.available() else "no oneDNN",
+        "" if onednn.available_int8() else "no oneDNN",
         lambda: DenseInt8Linear.of(weight()),
         [(5, 32)],
     ),
@@ -48,8 +48,8 @@ LAYERS: dict[str, tuple[str, Callable[[], nn.Module], list[tuple[int, ...]]]] = 
         lambda: Bf16Convolution.of(kernel(), WINDOW),
         [(3, 9, 4, 4)],
     ),
-    "gelu": (gelu.KERNELS.obstacle(), FusedGELU, [(5, 32)]),
-    "attention": (attention.KERNELS.obstacle(), FusedAttention, [(2, 3, 5, 8)] * 3),
+    "gelu": (fused.KERNELS.obstacle(), FusedGELU, [(5, 32)]),
+    "attention": (fused.KERNELS.obstacle(), FusedAttention, [(2, 3, 5, 8)] * 3),
 }
 
 

@@ -228,84 +228,6 @@ def test_the_unbiased_estimate(architecture, ratio):
         assert built.metadata.shared <= 4096
 
 
-@pytest.mark.slow
-def test_rounding_to_fp8():
-    """16 bytes at a time, and no program waits for what others have written."""
-    import triton.language as tl
-
-    from nmrun.kernels.triton_fp8 import find_largest, round_all
-
-    types = {"x": "*bf16", "bits": "*i32", "count": "i32", "out": "*fp8e4nv", "scale": "*fp32"}
-    sizes = {"MOST": 448.0, "FORMAT": tl.float8e4nv, "BLOCK": 4096}
-    first, second = (
-        compiled(kernel, 90, {n: types[n] for n in kernel.arg_names if n in types},
-                 **{n: sizes[n] for n in kernel.arg_names if n in sizes}).asm["ptx"]
-        for kernel in (find_largest, round_all)
-    )  # fmt: skip
-    for ptx in (first, second):
-        assert len(re.findall(r"\bld\.global\.v4\.b32", ptx)) == 4
-    assert len(re.findall(r"\bst\.global\.v4\.b32", second)) == 2
-    assert re.search(r"\b(atom|red)\.global\S*\.relaxed\S*\.max\.s32", first)
-    assert not re.search(r"acq_rel|\bfence|\bmembar", first)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_estimate_that_is_compressed_goes_through_registers_alone(architecture):
-    import triton.language as tl
-
-    from nmrun.fast.gpu.kernels.triton_compression import pack_estimate
-
-    types = {"x": "*bf16", "values": "*i32", "meta": "*i16", "seed": "*i32", "rows": "i32"}
-    types["groups"] = "i32"
-    sizes = {"N": 2, "CAST": tl.bfloat16, "ROWS": 64, "GROUPS": 8}
-    built = compiled(pack_estimate, architecture, types, **sizes)
-    ptx = built.asm["ptx"]
-    # 512 groups for 128 threads: every entry is read once
-    assert len(re.findall(r"\bld\.global\.b16", ptx)) == 4 * 4
-    assert len(re.findall(r"\bst\.global\.b32", ptx)) == 4
-    assert built.metadata.shared == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bits", [16, 8])
-@pytest.mark.parametrize("turned", [False, True])
-def test_many_weights_are_packed_as_one_is(bits, turned):
-    """Addresses and sizes come from a table, and memory is read in the same pieces: the divisibility
-    that a launch of one weight has by its arguments is said of the table's."""
-    import triton.language as tl
-
-    from nmrun.fast.gpu.kernels.triton_compression import pack_many, pack_one
-
-    rounds = bits == 16
-    weight = ("*fp32", tl.float32) if rounds else ("*i8", tl.int8)
-    types = {"weight": weight[0], "values": "*i32" if rounds else "*i16", "meta": "*i16"}
-    types |= {"rows": "i32", "groups": "i32", "table": "*i64", "owner": "*i32"}
-    sizes = {"ROWS": 64, "GROUPS": 8 if rounds else 16, "BITS": bits, "TRANSPOSED": turned}
-    sizes["CAST"] = tl.bfloat16 if rounds else None
-    table = {
-        "EVEN": True,
-        "WEIGHT": weight[1],
-        "PAIR": tl.int32 if rounds else tl.int16,
-        "COPY": None,
-        "FIELDS": 7,
-    }
-
-    def pieces(kernel, **more):
-        own = {name: kind for name, kind in types.items() if name in kernel.arg_names}
-        ptx = compiled(kernel, 90, own, **sizes, **more).asm["ptx"]
-        loads = Counter(re.findall(r"\bld\.global\.(v\d\.b\d+|b8|b16)", ptx))
-        return loads, Counter(re.findall(r"\bst\.global\.([.\w]+)", ptx))
-
-    one, many = pieces(pack_one), pieces(pack_many, **table)
-    assert one == many
-    assert one[1]
-    if rounds:  # what was read for the values is copied: 2,048 weights for 128 threads
-        loads, stores = pieces(pack_many, **{**table, "COPY": tl.bfloat16})
-        assert loads == many[0]
-        assert stores - many[1] == {"v2.b32": 4}
-
-
 @pytest.mark.parametrize("ratio", ["2:8", "3:16", "33:64"])
 @pytest.mark.slow
 def test_other_patterns_are_vectors_too(ratio):
@@ -355,7 +277,7 @@ def _loads(tree: ast.AST) -> list[tuple[str, str]]:
 
 def test_what_may_have_16_bits_is_made_float32_as_soon_as_it_is_read():
     loads = [load for path in CODE for load in _loads(ast.parse(path.read_text()))]
-    wide = {"table", "owner", "row", "scalars", "seed", "bits"}  # int64, int32, float32
+    wide = {"table", "owner", "row", "scalars", "seed"}  # int64, int32, float32
     narrow = [(name, to) for name, to in loads if name not in wide]
     assert {name for name, _ in narrow} == {
         "weight",

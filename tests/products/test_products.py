@@ -204,9 +204,9 @@ def test_weight_gradient_is_unbiased_with_the_variance_of_the_closed_form(n, m):
 
 def test_weight_gradient_is_unbiased_for_any_input():
     draws, x, dz, w = 2000, normal(3, 6, 5), normal(3, 6, 4, seed=1), normal(4, 5)
-    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
     estimates = torch.stack(
-        [gradients(dz, x, w, None, None, Pattern(2, 4), False, generator)[1] for _ in range(draws)]
+        [gradients(dz, x, w, None, None, Pattern(2, 4))[1] for _ in range(draws)]
     )
     exact = torch.einsum("bto,bti->oi", dz, x)
     assert ((estimates.mean(0) - exact).abs() <= 5 * estimates.std(0) / math.sqrt(draws)).all()
@@ -224,12 +224,9 @@ def test_the_last_tokens_are_a_group_with_zeros():
     torch.testing.assert_close(db, dz.sum(0))
 
 
-def test_random_numbers_come_from_the_generator():
-    case = normal(8, 4), normal(8, 6), normal(4, 6), None, None, Pattern(2, 4), False
+def test_random_numbers_are_torchs():
+    case = normal(8, 4), normal(8, 6), normal(4, 6), None, None, Pattern(2, 4)
     state = torch.get_rng_state()
-    first, second = (gradients(*case, torch.Generator().manual_seed(3))[1] for _ in range(2))
-    assert torch.equal(first, second)
-    assert torch.equal(torch.get_rng_state(), state)
     one, other = gradients(*case)[1], gradients(*case)[1]
     torch.set_rng_state(state)
     assert torch.equal(gradients(*case)[1], one)
@@ -294,10 +291,12 @@ def test_fp8_error_is_within_half_a_unit_in_the_last_place():
 
 def test_estimate_first_then_the_cast():
     dz, eye, w = normal(8, 50, dtype=torch.float32), torch.eye(8), normal(50, 8).float()
-    pattern, seed = Pattern(1, 4), torch.Generator().manual_seed
-    estimate = nmrun.sparsity.mvue(dz, pattern, 0, seed(1))
+    pattern = Pattern(1, 4)
+    torch.manual_seed(1)
+    estimate = nmrun.sparsity.mvue(dz, pattern, 0)
     assert estimate.abs().max() > 1.5 * dz.abs().max()
-    dx, dw, _ = gradients(dz, eye, w, None, None, pattern, True, seed(1))
+    torch.manual_seed(1)
+    dx, dw, _ = gradients(dz, eye, w, None, None, pattern, True)
     torch.testing.assert_close(dw.T.double(), rounded(estimate, E5M2))
     torch.testing.assert_close(
         dx.double(), rounded(dz, E5M2) @ rounded(w, E5M2), rtol=1e-5, atol=1e-5

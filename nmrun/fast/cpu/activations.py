@@ -24,7 +24,6 @@ from torch.nn import functional
 from nmrun.fast.cpu import onednn, probe
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.kernels.products import PackedMatrix
-from nmrun.fast.cpu.probe import side_by_side
 from nmrun.fast.measurement import (
     FASTER,
     ONEDNN,
@@ -32,7 +31,6 @@ from nmrun.fast.measurement import (
     Choice,
     Times,
     agreed,
-    fault,
     first_input,
     is_faster,
     watched,
@@ -206,28 +204,14 @@ def measure(shape: ActivationShape) -> dict[str, Times]:
     if ONEDNN in shape.paths:
         calls[ONEDNN] = dense(onednn.product)
     if reading:
-        calls[NAME] = [
-            lambda: [reads(x, weight, None)],
-            lambda: [*reads_back(x, weight, d)],
-        ]
+        calls[NAME] = [lambda: [reads(x, weight, None)], lambda: [*reads_back(x, weight, d)]]
     else:
-        calls[NAME] = [
-            calls[ONEDNN if ONEDNN in calls else "dense"][0],
-            lambda: [*feeds_back(d, x, weight)],
-        ]
-    forward, (dx, dw) = calls["dense"][0](), calls["dense"][1]()
-    expected = [*forward, dx * zeros, dw]
-    by_path: dict[str, Times] = {}
-    for name, pair in calls.items():
-        parts = [(pair[0], 0), (pair[1], 0), (pair[1], 1)]
-        functions = [functools.partial(lambda call, i: call()[i], *part) for part in parts]
-        if name == NAME and (wrong := next(filter(None, map(fault, functions, expected)), "")):
-            by_path[name] = Times(wrong=wrong)
-    right = [name for name in calls if name not in by_path]
-    durations = zip(
-        *(side_by_side(*(calls[name][i] for name in right)) for i in range(2)), strict=True
-    )
-    return by_path | {n: Times(0.0, *times) for n, times in zip(right, durations, strict=True)}
+        fastest_forward = calls[ONEDNN if ONEDNN in calls else "dense"][0]
+        calls[NAME] = [fastest_forward, lambda: [*feeds_back(d, x, weight)]]
+    (forward,), (dx, dw) = calls["dense"][0](), calls["dense"][1]()
+    made, gradients = calls[NAME]
+    parts = lambda: made()[0], lambda: gradients()[0], lambda: gradients()[1]
+    return probe.timed(calls, {NAME: probe.first_fault(parts, (forward, dx * zeros, dw))})
 
 
 def pack_activations(

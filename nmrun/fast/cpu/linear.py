@@ -199,8 +199,7 @@ def weight_gradient(dz: Tensor, x: Tensor, forward: list[Tensor], gradient: str)
         return onednn.product(dz.t(), x.t())
     how, _, pattern = gradient.partition(" ")
     if pattern:
-        mvue = Pattern.parse(pattern)
-        dz = estimate(dz, mvue, None)
+        dz = estimate(dz, Pattern.parse(pattern))
         if how == "sparse":
             return estimated_product(dz, x)
     return dz.t() @ x

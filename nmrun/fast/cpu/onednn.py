@@ -8,29 +8,45 @@ matrices by rows and by columns alike, so all three products of a training step 
 
 In bfloat16 ``F.linear`` is oneDNN's, but reorders the weight in each call. In inference a copy in
 oneDNN's own layout spares that.
+
+In int8, for inference alone, a dense layer is what a packed one has to beat. The weight is rounded as
+a packed one is, a scale a row. Tokens are quantised in the call, all of it with one scale and one zero;
+a packed layer has them for each token. So a token's last bits depend on the others of its call.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import types
+import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nmrun.fast.cpu.onednn_copy import COPIES, OneDNNCopy
+from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.cpu.packed_linear import check_operands
 from nmrun.fast.measurement import FASTER, ONEDNN, Times
-from nmrun.fast.operators import over_tokens
+from nmrun.fast.operators import keep_dtypes, over_tokens
 from nmrun.kernels.layout import has_memory, is_transformed
 from nmrun.products.simulation import compute_dtype
 from nmrun.sparsity.layers import is_plain_linear, of_one_input
+
+ENGINE = "onednn"  # torch's name of it among the engines of int8
+NARROW = 2.0**-6  # of a smaller range torch's steps of int8 are too wide: they are 6.1e-5 at least
 
 
 def available() -> bool:
     """Whether torch has oneDNN's products here."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def available_int8() -> bool:
+    """The same of int8."""
+    return ENGINE in torch.backends.quantized.supported_engines
 
 
 def dtypes() -> set[torch.dtype]:
@@ -85,6 +101,79 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear``: x (..., inputs), weight (outputs, inputs), bias (outputs,) or None, float32."""
     z: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight, bias)
     return z.view(*x.shape[:-1], len(weight))
+
+
+class _Product(torch.autograd.Function):
+    """``a b^T + bias``, a (m, k), b (n, k), bias (n,); gradients of gradients are such products."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return product(a, b, bias)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        (a, b), (needs_a, needs_b, needs_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        return (
+            _Product.apply(d, b.t(), None) if needs_a else None,
+            _Product.apply(d.t(), a.t(), None) if needs_b else None,
+            d.sum(0) if needs_bias else None,
+        )
+
+
+@torch.library.custom_op("nmrun::product_onednn", mutates_args=())
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``a b^T + bias``, (m, n), with a (m, k) and b (n, k), by rows or by columns."""
+    # slices of columns are slow, and gradients may come expanded
+    a, b = (t if t.is_contiguous() or t.t().is_contiguous() else t.contiguous() for t in (a, b))
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+    return result
+
+
+@product.register_fake
+def _(a, b, bias=None):  # type: ignore[no-untyped-def]
+    return a.new_empty(a.shape[0], b.shape[0])
+
+
+# --- layers for inference with a copy of the weight ----------------------------------------------
+
+# by number: a compiled graph cannot hold a copy, but name it
+COPIES: dict[int, Any] = {}
+_numbers = itertools.count()
+
+
+class OneDNNCopy(nn.Module):
+    """A layer for inference whose product reads ``COPIES[layer.number]``, where there is one. The copy
+    goes when the layer does, and is made anew for pickles, copies and state dicts."""
+
+    number: int
+
+    def make_copy(self) -> None:
+        """Make the copy."""
+        self.number = next(_numbers)
+        weakref.finalize(self, COPIES.pop, self.number, None)
+        self.renew()
+
+    def renew(self) -> None:
+        """Make it anew, under the same number."""
+        source = self.source()
+        COPIES[self.number] = None if source is None else self.copy(source)
+
+    def source(self) -> Tensor | None:
+        """The tensor that is copied, None where the product reads it as it is."""
+        raise NotImplementedError
+
+    def copy(self, source: Tensor) -> Any:
+        """The source as oneDNN's product reads it."""
+        raise NotImplementedError
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of pickles and copies
+        super().__setstate__(state)
+        self.make_copy()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.renew()
 
 
 class OneDNNLinear(OneDNNCopy, nn.Linear):
@@ -160,33 +249,111 @@ onednn_linear.register_autograd(
 )
 
 
-class _Product(torch.autograd.Function):
-    """``a b^T + bias``, a (m, k), b (n, k), bias (n,); gradients of gradients are such products."""
+class DenseInt8Linear(OneDNNCopy):
+    """``x W^T + bias`` with a weight of int8, on the CPU.
 
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return product(a, b, bias)
+    Args:
+        values: (out_features, in_features), int8.
+        scales: (out_features,), float32, that its rows are multiplied with.
+        bias: (out_features,), or None.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-        (a, b), (needs_a, needs_b, needs_bias) = ctx.saved_tensors, ctx.needs_input_grad
-        return (
-            _Product.apply(d, b.t(), None) if needs_a else None,
-            _Product.apply(d.t(), a.t(), None) if needs_b else None,
-            d.sum(0) if needs_bias else None,
-        )
+    values: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+    def __init__(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = values.shape
+        self.register_buffer("values", values)
+        self.register_buffer("scales", scales)
+        self.register_buffer("bias", None if bias is None else bias.detach())
+        self.make_copy()
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> DenseInt8Linear:
+        """The layer of a weight (out_features, in_features), rounded to int8.
+
+        Raises:
+            ValueError: for a weight with NaN or infinity.
+        """
+        return cls(*int8.rounded(weight.detach()), bias)
+
+    def source(self) -> Tensor:
+        """The rounded weight."""
+        return self.values
+
+    def copy(self, source: Tensor) -> Any:
+        """The weight and the bias as torch's operator takes them."""
+        bias, rows = self.bias, self.out_features
+        zeros = torch.zeros(rows, dtype=torch.long)
+        quantised = torch._make_per_channel_quantized_tensor(source, self.scales.double(), zeros, 0)
+        before = torch.backends.quantized.engine
+        torch.backends.quantized.engine = ENGINE
+        try:
+            return torch.ops.quantized.linear_prepack(
+                quantised, None if bias is None else bias.float()
+            )
+        finally:
+            torch.backends.quantized.engine = before
+
+    def _apply(self, *args: Any, **kwargs: Any) -> DenseInt8Linear:
+        keep_dtypes(self, ("scales",), partial(super()._apply, *args, **kwargs))
+        return self
+
+    def forward(self, input: Tensor) -> Tensor:
+        """From (..., in_features) to (..., out_features), in the dtype of the input.
+
+        Raises:
+            RuntimeError: for NaN and infinity in the input.
+        """
+        return over_tokens(input, dense_int8, _int8_product, self.values, self.scales, self.number)
+
+    def dense(self) -> Tensor:
+        """The weight as it was rounded, float32."""
+        return self.values * self.scales[:, None]
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-@torch.library.custom_op("nmrun::product_onednn", mutates_args=())
-def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``a b^T + bias``, (m, n), with a (m, k) and b (n, k), by rows or by columns."""
-    # slices of columns are slow, and gradients may come expanded
-    a, b = (t if t.is_contiguous() or t.t().is_contiguous() else t.contiguous() for t in (a, b))
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
-    return result
+def _int8_product(x: Tensor, weight: Tensor, scales: Tensor, number: int) -> Tensor:
+    check_operands(x, weight, weight.shape[1])
+    if not x.numel():
+        return x.new_empty(len(x), len(weight))
+    low, high = map(float, torch.aminmax(x))
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise RuntimeError("int8 products: the activations have NaN or infinity")
+    product, copy = torch.ops.quantized.linear_dynamic, COPIES[number]
+    tokens = x.float().contiguous()
+    size = max(high, 0.0) - min(low, 0.0)
+    if not 0 < size < NARROW:
+        result: Tensor = product(tokens, copy)
+    else:  # a power of two makes the range wide enough, and changes no rounding
+        up = 2.0 ** min(126, math.ceil(math.log2(NARROW / size)))
+        _, bias = torch.ops.quantized.linear_unpack(copy)
+        bias = 0.0 if bias is None else bias
+        result = (product(tokens * up, copy) - bias) / up + bias
+    return result.to(x.dtype)
 
 
-@product.register_fake
-def _(a, b, bias=None):  # type: ignore[no-untyped-def]
-    return a.new_empty(a.shape[0], b.shape[0])
+@torch.library.custom_op("nmrun::dense_int8", mutates_args=())
+def dense_int8(x: Tensor, weight: Tensor, scales: Tensor, number: int) -> Tensor:
+    return _int8_product(x.detach(), weight, scales, number)
+
+
+@dense_int8.register_fake
+def _(x, weight, scales, number):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:3])
+
+
+def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
+    weight, scales = ctx.saved_tensors
+    return dz @ (weight * scales[:, None]).to(dz.dtype), None, None, None
+
+
+dense_int8.register_autograd(_backward, setup_context=_save)

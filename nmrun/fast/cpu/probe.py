@@ -7,10 +7,11 @@ from __future__ import annotations
 import functools
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -49,7 +50,6 @@ CPU, FILE = torch.device("cpu"), "probe_cpu.json"
 LOW = {BF16: Bf16Products, BF16_FORWARD: Bf16Forward, BF16_BLOCKS: BlockProducts}
 LINEAR = {"packed": LinearProducts, **LOW}
 CONVOLUTION = {"packed": ConvolutionProducts, BF16: Bf16ConvolutionProducts}
-DTYPES = (torch.float32, torch.bfloat16)
 # multiplications of one product below which a layer is left alone: some 0.2 ms, where what
 # Python does around an operator eats the gain
 SMALLEST = 1 << 24
@@ -208,27 +208,19 @@ def _of_convolution(shape: ConvolutionShape) -> dict[str, Times]:
     def dense_z() -> Tensor:
         return functional.conv2d(x, low, None, *moves)
 
-    def dense_gradient(which: int) -> Tensor:
-        output_mask = [which == 0, which == 1, False]
-        gradients = torch.ops.aten.convolution_backward(
-            dz, x, low, None, *moves, False, [0, 0], 1, output_mask
-        )
-        gradient: Tensor = gradients[which]
-        return gradient
-
     def dense_dx() -> Tensor:
-        return dense_gradient(0)
+        gradient: Tensor = torch.ops.aten.convolution_backward(
+            dz, x, low, None, *moves, False, [0, 0], 1, [True, False, False]
+        )[0]
+        return gradient
 
     rounded = low.float()
     exact_z = functional.conv2d(x.float(), rounded, None, *moves)
     exact_dx = conv2d_input(x.shape, rounded, dz.float(), *moves)
-    if wrong := fault(z, exact_z) or fault(dx, exact_dx):
-        return {"dense": Times(), shape.packed: Times(wrong=wrong)}
-    calls = ((dense_z, z), (dense_dx, dx), (lambda: None, lambda: packed.write(weight, None)))
-    (z_dense, z_packed), (dx_dense, dx_packed), (_, pack) = (side_by_side(*p) for p in calls)
-    (dw,) = side_by_side(lambda: dense_gradient(1))  # dense by either path
-    dense, packed_times = Times(0.0, z_dense, dx_dense, dw), Times(pack, z_packed, dx_packed, dw)
-    return {"dense": dense, shape.packed: packed_times}
+    _, pack = side_by_side(lambda: None, lambda: packed.write(weight, None))
+    calls = {"dense": (dense_z, dense_dx), shape.packed: (z, dx)}
+    wrong = {shape.packed: first_fault((z, dx), (exact_z, exact_dx))}
+    return timed(calls, wrong, {shape.packed: pack})  # the weight gradient is dense by either path
 
 
 def _of_linear(shape: LinearShape) -> dict[str, Times]:
@@ -239,7 +231,10 @@ def _of_linear(shape: LinearShape) -> dict[str, Times]:
     if shape.pattern is not None:
         weight = hard_threshold(weight, shape.pattern, 1).contiguous()
     low, x, dz, low_bias = (t.to(shape.dtype) for t in (weight, x, dz, bias))
-    estimated = dz if shape.mvue is None else estimate(dz, shape.mvue, generator)
+    estimated = dz
+    if shape.mvue is not None:
+        with torch.random.fork_rng(devices=[]):  # those of the training stay
+            estimated = estimate(dz, shape.mvue)
     # forward product, input gradient and weight gradient by each path
     calls: dict[str, tuple[Callable[[], Tensor], ...]] = {
         "dense": (
@@ -278,17 +273,8 @@ def _of_linear(shape: LinearShape) -> dict[str, Times]:
                 _, pack[name] = side_by_side(
                     lambda: None, functools.partial(packed.write, weight, None)
                 )
-    wrong = {
-        name: next(filter(None, map(fault, functions, expected[name])), "")
-        for name, functions in calls.items()
-        if name != "dense"
-    }
-    by_path = {name: Times(wrong=message) for name, message in wrong.items() if message}
-    right = [name for name in calls if name not in by_path]
-    forward, dx, dw = (side_by_side(*(calls[name][i] for name in right)) for i in range(3))
-    for name, *durations in zip(right, forward, dx, dw, strict=True):
-        by_path[name] = Times(pack.get(name, 0.0), durations[0], durations[1], durations[2])
-    return by_path
+    wrong = {name: first_fault(calls[name], expected[name]) for name in calls if name != "dense"}
+    return timed(calls, wrong, pack)
 
 
 def _of_attention(shape: AttentionShape) -> dict[str, Times]:
@@ -297,17 +283,41 @@ def _of_attention(shape: AttentionShape) -> dict[str, Times]:
     *operands, dz = (
         torch.randn(*size, generator=generator).bfloat16().transpose(1, 2) for _ in range(4)
     )
-    attentions = {path: DotProductAttention(shape.causal) for path in shape.paths}
-    attentions[FLOAT32].in_float32 = True
-    forward = side_by_side(*(functools.partial(a, *operands) for a in attentions.values()))
-    with torch.enable_grad():
-        leaves = [operand.requires_grad_() for operand in operands]
-        made = [attention(*leaves) for attention in attentions.values()]
-        backward = side_by_side(
-            *(lambda z=z: torch.autograd.grad(z, leaves, dz, retain_graph=True) for z in made)
-        )
-    durations = zip(attentions, forward, backward, strict=True)
-    return {path: Times(0.0, z, dx) for path, z, dx in durations}
+    leaves = [operand.detach().requires_grad_() for operand in operands]
+    calls: dict[str, tuple[Callable[[], object], ...]] = {}
+    for path in shape.paths:
+        attention = DotProductAttention(shape.causal)
+        attention.in_float32 = path == FLOAT32
+        with torch.enable_grad():
+            z = attention(*leaves)
+        gradients = functools.partial(torch.autograd.grad, z, leaves, dz, retain_graph=True)
+        calls[path] = functools.partial(attention, *operands), gradients
+    return timed(calls)
+
+
+def first_fault(products: Iterable[Callable[[], Tensor]], expected: Iterable[Tensor]) -> str:
+    """What is wrong with the first product that is; empty if none is."""
+    return next(filter(None, map(fault, products, expected)), "")
+
+
+def timed(
+    calls: Mapping[str, Sequence[Callable[[], object]]],
+    wrong: Mapping[str, str] = MappingProxyType({}),
+    pack: Mapping[str, float] = MappingProxyType({}),
+) -> dict[str, Times]:
+    """The times of each path's products, in which the paths take turns.
+
+    Args:
+        calls: forward product and gradients by path.
+        wrong: what is wrong with a path; such a one is not timed.
+        pack: the milliseconds that packing takes by path.
+    """
+    by_path = {name: Times(wrong=message) for name, message in wrong.items() if message}
+    right = [name for name in calls if name not in by_path]
+    durations = [side_by_side(*each) for each in zip(*(calls[n] for n in right), strict=True)]
+    for name, *times in zip(right, *durations, strict=True):
+        by_path[name] = Times(pack.get(name, 0.0), *times)
+    return by_path
 
 
 def _packed(
@@ -356,18 +366,9 @@ def _processor() -> str:
 @functools.cache
 def _version() -> str:
     packages = (resources.files(package) for package in ("nmrun.kernels", "nmrun.fast.cpu.kernels"))
-    sources = sorted(
-        (file for package in packages for file in package.iterdir()), key=lambda f: f.name
-    )
-    kernels = [file for file in sources if file.name.endswith(".c")]
-    return version(
-        [
-            *kernels,
-            Path(__file__),
-            Path(measurement.__file__),
-            Path(__file__).with_name("activations.py"),
-        ]
-    )
+    kernels = [f for package in packages for f in package.iterdir() if f.name.endswith(".c")]
+    here = [__file__, measurement.__file__, Path(__file__).with_name("activations.py")]
+    return version([*sorted(kernels, key=lambda file: file.name), *map(Path, here)])
 
 
 def _machine() -> str:
@@ -388,12 +389,10 @@ def eligible(
         return "the weight of its input gradient is sharded (FSDP)", None
     if largest_input is None or not layer.replaceable(weight):
         return "it is not called as a layer", None
-    if weight.layer is not None and weight.layer.input_mvue is not None:
-        return layer.ESTIMATED_INPUT, None
-    if weight.layer is not None and weight.layer.fp8:
-        return "FP8 is simulated, in dense products", None
+    if why := layer.simulated(weight):
+        return why, None
     inputs, dtype = largest_input
-    if dtype not in DTYPES or not _is_float32(weight):
+    if dtype not in products.DTYPES or weight.parameter.dtype != torch.float32:
         return f"{str(dtype).removeprefix('torch.')}: packed weights are float32", None
     shape: LinearShape | ConvolutionShape
     if weight.parameter.dim() > 2:
@@ -437,10 +436,6 @@ def attention(
         return None
     shape = AttentionShape(*size, causal=module.causal)
     return shape if shape.multiplications >= SMALLEST else None
-
-
-def _is_float32(weight: SparseWeight) -> bool:
-    return weight.parameter.dtype == torch.float32
 
 
 def _convolution(weight: SparseWeight, inputs: torch.Size, dtype: torch.dtype) -> ConvolutionShape:

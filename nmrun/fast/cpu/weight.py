@@ -17,7 +17,6 @@ from nmrun.fast.cpu.kernels import bf16, blocks, products
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.blocks import BlockMatrix, BlockTranspose
 from nmrun.fast.cpu.kernels.products import PackedMatrix
-from nmrun.products.layer import LayerPacker
 
 Matrix = PackedMatrix | Bf16Matrix | BlockMatrix | BlockTranspose
 # by the dimensions of their values
@@ -31,7 +30,6 @@ class PackedWeight(nn.Module):
     """
 
     MATRIX: ClassVar[type[PackedMatrix | Bf16Matrix]] = PackedMatrix
-    packer = LayerPacker
 
     def __init__(self, shape: tuple[int, int], taps: int = 1) -> None:
         super().__init__()

@@ -8,15 +8,11 @@ it is no part of any state dict, since the layout is the GPU's.
     Z = X W^T      sparse
     dX = dZ V      sparse where V^T is 2:4 too (transposable masks, double pruning), else dense;
                    V is W unless the recipe has another
-    dW = dZ^T X    dense; with MVUE, E^T X with a 2:4 estimate E of dZ, sparse where that is faster
-
-By a path of FP8 products the operands are rounded to it, those of dense products as well (see
-``nmrun.products.simulation.linear``).
+    dW = dZ^T X    dense; with MVUE, E^T X with an estimate E of dZ
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,46 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nmrun.fast.gpu import semi_structured
-from nmrun.fast.gpu.kernels import compression
-from nmrun.fast.gpu.semi_structured import ROUND_UP, padded
 from nmrun.fast.measurement import on
 from nmrun.fast.operators import PACKED, keep_dtypes, over_tokens
 from nmrun.patterns import Pattern
-from nmrun.products.layer import ToWrite
-from nmrun.products.simulation import backward_product, estimate, refuse_second_gradients
-
-
-class BatchPacker:
-    """Packs the weights of many layers in few launches."""
-
-    def __init__(self) -> None:
-        self._batch: compression.CompressionBatch | None = None
-
-    @torch.no_grad()
-    def write(self, members: Sequence[tuple[SemiStructuredProducts, ToWrite]]) -> None:
-        """As ``write`` of each of the products does."""
-        together = list[tuple[Tensor, Tensor, Tensor | None]]()
-        dense, copies = list[Tensor](), list[Tensor]()
-        for products, (weight, other, masked) in members:
-            rewrite = semi_structured.named(products.path).rewrite
-            to_pack, to_copy = products.places(weight, other)
-            if rewrite is semi_structured.cusparselt_rewrite and all(
-                compression.fits(w, parts[0]) for w, parts in to_pack
-            ):
-                # what is copied is the one weight that is packed, unless the recipe has another
-                beside = [c for w, c in to_copy if w is weight and compression.fits_copy(w, c)]
-                together += [(w, parts[0], beside[0] if beside else None) for w, parts in to_pack]
-                dense += [w for w, _ in to_copy if not beside]
-                copies += [copy for _, copy in to_copy if not beside]
-            else:
-                products.write(weight, other, masked)
-        if copies:
-            torch._foreach_copy_(copies, dense)
-        if together:  # without Triton there are none
-            self._batch = self._batch or compression.CompressionBatch()
-            self._batch.write(together)
-            written = [t for _, *outs in together for t in outs if t is not None]
-            torch.autograd.graph.increment_version(written)
+from nmrun.products.simulation import estimate, refuse_second_gradients
 
 
 class SemiStructuredProducts(nn.Module):
@@ -73,12 +33,9 @@ class SemiStructuredProducts(nn.Module):
 
     ``weight``: (rows, columns), 2:4 along its columns, in float32 or already in ``dtype``.
     ``other``: the weight of the input gradient where that is not ``weight``. ``both``: V is 2:4
-    along its rows, so the input gradient is sparse as well. ``weight_path`` is the path for the
-    weight gradient with MVUE, or None, and ``input_path`` that of the input gradient where it is
-    another algorithm.
+    along its rows, so the input gradient is sparse as well, by ``input_path`` where that is another
+    algorithm.
     """
-
-    packer = BatchPacker
 
     def __init__(
         self,
@@ -87,26 +44,22 @@ class SemiStructuredProducts(nn.Module):
         other: Tensor | None,
         dtype: torch.dtype,
         both: bool,
-        weight_path: str | None = None,
         input_path: str | None = None,
     ) -> None:
         super().__init__()
-        self.path, self.dtype, self.both, self.weight_path = path, dtype, both, weight_path
-        self.input_path = input_path
-        parts, parts_t, dense = self._pack(weight, other)
-        self.counts = (len(parts), len(parts_t))
-        for i, part in enumerate([*parts, *parts_t, *dense]):
+        self.path, self.dtype = path, dtype
+        self.input_path = (input_path or path) if both else None  # None: dense
+        low, pack = self._cast(weight), semi_structured.named(path).pack
+        backward = low if other is None else self._cast(other)
+        parts = pack(low)
+        self.count = len(parts)  # behind them come those of the input gradient
+        for i, part in enumerate([*parts, *(pack(backward.t()) if both else [backward])]):
             self.register_buffer(f"part{i}", part, persistent=False)
 
-    def _pack(
-        self, weight: Tensor, other: Tensor | None
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        low = self._cast(weight)
-        low_other = low if other is None else self._cast(other)
-        parts, parts_t = semi_structured.named(self.path).pack(
-            low, low_other if self.both else None
-        )
-        return parts, parts_t, [] if self.both else [low_other]
+    def parts(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What the forward product reads, and what the input gradient does."""
+        parts = list(self.buffers())
+        return parts[: self.count], parts[self.count :]
 
     def _cast(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
         if out is None:
@@ -118,50 +71,41 @@ class SemiStructuredProducts(nn.Module):
     def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
         """Pack these values in place of the old ones; the weight gradient is whole, also where a
         ``masked`` one would do."""
-        rewrite = semi_structured.named(self.path).rewrite
-        if rewrite is None:
-            parts, parts_t, dense = self._pack(weight, other)
-            for buffer, part in zip(self.buffers(), [*parts, *parts_t, *dense], strict=True):
-                buffer.copy_(part)
-            return
-        to_pack, to_copy = self.places(weight, other)
-        for part_of, parts in to_pack:
-            rewrite(parts, part_of)
-            # a backward pass of an earlier step raises, as with a dense weight
-            torch.autograd.graph.increment_version(parts)
-        for dense_of, out in to_copy:
-            self._cast(dense_of, out)
+        forward, backward = self.parts()
+        other = weight if other is None else other
+        self._rewrite(forward, weight)
+        if self.input_path is not None:
+            self._rewrite(backward, other.t())
+        else:
+            self._cast(other, backward[0])
 
-    def places(
-        self, weight: Tensor, other: Tensor | None
-    ) -> tuple[list[tuple[Tensor, list[Tensor]]], list[tuple[Tensor, Tensor]]]:
-        """Which weights are packed into which buffers, and which are copied."""
-        buffers, (count, count_t) = list(self.buffers()), self.counts
-        backward = weight if other is None else other
-        if count_t:
-            return [(weight, buffers[:count]), (backward.t(), buffers[count:])], []
-        return [(weight, buffers[:count])], [(backward, buffers[count])]
+    def _rewrite(self, parts: list[Tensor], weight: Tensor) -> None:
+        path = semi_structured.named(self.path)
+        if path.rewrite is not None:
+            path.rewrite(parts, weight)
+        else:
+            torch._foreach_copy_(parts, path.pack(self._cast(weight)))
+        # a backward pass of an earlier step raises, as with a dense weight
+        torch.autograd.graph.increment_version(parts)
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, mvue: Pattern | None = None
     ) -> Tensor:
         """x (..., columns) to (..., rows). ``weight`` is not read: it receives the gradient."""
-        parts = list(self.buffers())
-        count, count_t = self.counts
         x, bias = x.to(self.dtype), None if bias is None else bias.to(self.dtype)
         z = linear24(
-            *(x.reshape(-1, x.shape[-1]), weight, bias, parts[:count], parts[count : count + count_t], parts[count + count_t :]),
-            *(self.path, self.weight_path, None if mvue is None else str(mvue), self.input_path),
-        )  # fmt: skip
+            *(x.reshape(-1, x.shape[-1]), weight, bias, *self.parts()),
+            *(self.path, self.input_path, None if mvue is None else str(mvue)),
+        )
         return z.view(*x.shape[:-1], z.shape[-1])
 
 
 @torch.library.custom_op("nmrun::linear24", mutates_args=())
 def linear24(
-    x: Tensor, weight: Tensor, bias: Tensor | None, parts: list[Tensor], parts_t: list[Tensor], dense: list[Tensor],
-    path: str, weight_path: str | None, mvue: str | None, input_path: str | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, forward: list[Tensor], backward: list[Tensor],
+    path: str, input_path: str | None, mvue: str | None,
 ) -> Tensor:  # fmt: skip
-    return _product(x, parts, weight.shape[0], path, bias)
+    return _product(x, forward, weight.shape[0], path, bias)
 
 
 def _product(
@@ -192,17 +136,8 @@ def _multiplied(x: Tensor, parts: list[Tensor], path: str, bias: Tensor | None) 
 multiply24 = torch.library.custom_op("nmrun::multiply24", _product, mutates_args=())
 
 
-@torch.library.custom_op("nmrun::weight_gradient24", mutates_args=())
-def weight_gradient24(x: Tensor, dz: Tensor, mvue: str, path: str) -> Tensor:
-    """E^T x, (rows, columns), E the unbiased estimate of dz (tokens, rows) along the tokens, packed
-    for this one product."""
-    x, dz = (padded(t, 2 * ROUND_UP) for t in (x, dz))
-    parts = semi_structured.named(path).pack_estimate(dz, Pattern.parse(mvue))
-    return _multiplied(x.t(), parts, path, None).t().contiguous()
-
-
 @linear24.register_fake
-def _(x, weight, bias, parts, parts_t, dense, path, weight_path, mvue, input_path):  # type: ignore[no-untyped-def]
+def _(x, weight, bias, forward, backward, path, input_path, mvue):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
@@ -211,49 +146,32 @@ def _(x, parts, rows, path, bias=None):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], rows)
 
 
-@weight_gradient24.register_fake
-def _(x, dz, mvue, path):  # type: ignore[no-untyped-def]
-    return x.new_empty(dz.shape[1], x.shape[1])
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, parts, parts_t, dense, ctx.path, ctx.weight_path, ctx.mvue, ctx.input_path = (
-        inputs
-    )
-    ctx.save_for_backward(x, *parts_t, *dense)
-    ctx.sparse_input, ctx.rows, ctx.dtypes = (
-        bool(parts_t),
-        x.shape[1],
-        (weight.dtype, None if bias is None else bias.dtype),
-    )
-    ctx.nothing = tuple([None] * len(tensors) for tensors in (parts, parts_t, dense))
+    x, weight, bias, forward, backward, _, ctx.input_path, ctx.mvue = inputs
+    ctx.save_for_backward(x, *backward)
+    ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
+    ctx.nothing = [None] * len(forward), [None] * len(backward)
 
 
 def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
     refuse_second_gradients(*PACKED)
-    x, *stored = ctx.saved_tensors
+    x, *backward = ctx.saved_tensors
     dx = dw = db = None
     weight_dtype, bias_dtype = ctx.dtypes
     dz = dz.contiguous()  # a gradient may come expanded
-    fp8 = semi_structured.named(ctx.path).fp8
     if ctx.needs_input_grad[0]:
-        dx = (
-            multiply24(dz, stored, ctx.rows, ctx.input_path or ctx.path)
-            if ctx.sparse_input
-            else backward_product(dz, stored[0], fp8)
-        )
+        if ctx.input_path is not None:
+            dx = multiply24(dz, backward, x.shape[1], ctx.input_path)
+        else:
+            dx = dz @ backward[0]
     if ctx.needs_input_grad[2]:
         db = dz.sum(0).to(bias_dtype)
     if ctx.needs_input_grad[1]:
-        if ctx.mvue is None:
-            dw = backward_product(dz.t(), x, fp8)
-        elif ctx.weight_path is not None:
-            dw = weight_gradient24(x, dz, ctx.mvue, ctx.weight_path)
-        else:
-            dw = backward_product(estimate(dz, Pattern.parse(ctx.mvue), None).t(), x, fp8)
+        if ctx.mvue is not None:
+            dz = estimate(dz, Pattern.parse(ctx.mvue))
         # autograd would copy what is not stored as the weight is
-        dw = dw.to(weight_dtype, memory_format=torch.contiguous_format)
-    return dx, dw, db, *ctx.nothing, None, None, None, None
+        dw = (dz.t() @ x).to(weight_dtype, memory_format=torch.contiguous_format)
+    return dx, dw, db, *ctx.nothing, None, None, None
 
 
 linear24.register_autograd(_backward, setup_context=_save)
@@ -269,7 +187,7 @@ class SemiStructuredLinear(nn.Module):
         self.path = path
         self.out_features, self.in_features = weight.shape
         # a mask times a negative weight is -0.0, which compressors may take for a number
-        parts, _ = semi_structured.named(path).pack((weight.detach() + 0.0).contiguous(), None)
+        parts = semi_structured.named(path).pack((weight.detach() + 0.0).contiguous())
         self.parts = len(parts)
         for i, part in enumerate(parts):
             self.register_buffer(f"part{i}", part)

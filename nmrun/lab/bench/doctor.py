@@ -12,6 +12,13 @@ from nmrun.lab.arguments import Parser
 from nmrun.lab.output import quantity
 from nmrun.registry import version_of
 
+SHAPES = (
+    (768, 3072),
+    (2048, 8192),
+    (4096, 16384),
+)  # inputs and outputs of the layers that are timed
+TOKENS = 8192
+
 
 def main(argv: Sequence[str]) -> int:
     Parser(prog="nmrun doctor", description="What this machine offers to nmrun.").parse_args(argv)
@@ -85,14 +92,23 @@ def cusparselt() -> str:
 
 
 def accelerated() -> Iterator[tuple[str, str]]:
-    """Which 2:4 paths give right results on the first GPU."""
+    """Which 2:4 paths give right results on the first GPU, and their speed against the dense
+    product."""
     import torch
 
-    from nmrun.fast.gpu import semi_structured
-    from nmrun.fast.gpu.probe import obstacle
+    from nmrun.fast.gpu import probe
 
-    if why := obstacle(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if why := probe.obstacle(device):
         yield "2:4 products", f"none: {why}; masks train anywhere"
         return
-    for name, path in semi_structured.PATHS.items():
-        yield "2:4 products", f"{name}: {semi_structured.verdict(path)}"
+    for inputs, outputs in SHAPES:
+        shape = probe.SemiStructuredShape(outputs, inputs, TOKENS, torch.bfloat16)
+        with torch.no_grad():
+            times = probe.measure(shape, device)
+        dense = times.pop("dense").forward
+        cells = [f"dense {dense:.3f} ms"]
+        for name, t in times.items():
+            found = t.wrong or f"right, {t.forward:.3f} ms ({dense / t.forward:.2f}x)"
+            cells.append(f"{name} {found}")
+        yield "2:4 products", f"{shape}: {', '.join(cells)}"

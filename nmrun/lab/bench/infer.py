@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.fast.cpu.kernels import int8
-from nmrun.fast.cpu.onednn_copy import OneDNNCopy
+from nmrun.fast.cpu.onednn import OneDNNCopy
 from nmrun.fast.deploy import deploy
 from nmrun.fast.gpu.probe import obstacle
 from nmrun.fast.sites import sites

@@ -172,8 +172,8 @@ def _wrong_acceleration(facts: Facts) -> Iterator[str]:
     way, fp8, pattern = facts.trainer["acceleration"], facts.trainer["fp8"], facts.pattern
     products = f"trainer.acceleration={way}: 2:4 products"
     one_way = way not in ("auto", "off", "force")
-    if one_way and fp8 != (way == "cusparselt_fp8"):
-        yield f"{products} by it go with trainer.fp8={str(not fp8).lower()}"
+    if one_way and fp8:
+        yield f"{products} by it go with trainer.fp8=false"
         return
     unfit = pattern is not None and not pattern.fits_2_4 and not facts.sparsity.get("overrides")
     if unfit and way not in ("auto", "off"):

@@ -380,7 +380,7 @@ class Trainer(Group):
         bool,
         FLAG,
         "round the operands of all products of sparse linear layers to FP8 (e4m3 forward, "
-        "e5m2 backward); simulated, except where acceleration finds FP8 products",
+        "e5m2 backward), simulated",
     ] = False
     input_gradient: Annotated[
         str,
@@ -408,7 +408,7 @@ class Trainer(Group):
         one_of(*ACCELERATION),
         "faster products, with the kept weights or activations alone: auto (layer by layer, "
         "where they are right and faster), off, or force (also where slower). One way alone: "
-        "packed (weights on a CPU), cusparselt, or with fp8 cusparselt_fp8. On CPUs auto takes "
+        "packed (weights on a CPU) or cusparselt. On CPUs auto takes "
         "oneDNN for dense products",
     ] = "auto"
     evaluate: Annotated[

@@ -11,11 +11,9 @@ import torch
 from operands import normal
 from torch import Tensor
 
-from nmrun.fast.cpu.kernels import attention, bf16, gelu
+from nmrun.fast.cpu.kernels import bf16, fused
 
-pytestmark = pytest.mark.skipif(
-    bool(attention.KERNELS.obstacle()), reason="no compiler or no AVX-512"
-)
+pytestmark = pytest.mark.skipif(bool(fused.KERNELS.obstacle()), reason="no compiler or no AVX-512")
 
 # rounding of an operand or a result
 UNIT = {torch.float32: 2**-24, torch.bfloat16: 2**-9}
@@ -27,9 +25,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "processor":
         yield
         return
-    for module in (attention, gelu):
-        flags = (*module.KERNELS.flags, "-mno-avx512bf16")
-        monkeypatch.setattr(module, "KERNELS", replace(module.KERNELS, flags=flags))
+    flags = (*fused.KERNELS.flags, "-mno-avx512bf16")
+    monkeypatch.setattr(fused, "KERNELS", replace(fused.KERNELS, flags=flags))
     yield
 
 
@@ -79,15 +76,15 @@ def test_every_shape(
     batch: int, count: int, queries: int, keys: int, width: int, dtype: torch.dtype
 ) -> None:
     q, k, v = heads(batch, count, queries, keys, width, dtype)
-    check(attention.attention(q, k, v), q, k, v)
+    check(fused.attention(q, k, v), q, k, v)
     one_by_one = (t.contiguous() for t in (q, k, v))
-    assert torch.equal(attention.attention(*one_by_one), attention.attention(q, k, v))
+    assert torch.equal(fused.attention(*one_by_one), fused.attention(q, k, v))
 
 
 @pytest.mark.skipif(bool(bf16.KERNELS.obstacle()), reason="no AVX-512 with BF16")
 def test_operands_rounded_to_bfloat16() -> None:
     q, k, v = heads(1, 2, 25, 65, 33, torch.float32)
-    check(attention.attention(q, k, v, low=True), q, k, v, low=True)
+    check(fused.attention(q, k, v, low=True), q, k, v, low=True)
 
 
 def added(seen: Tensor) -> Tensor:
@@ -99,36 +96,36 @@ def added(seen: Tensor) -> Tensor:
 def test_masks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     q, k, v = heads(2, 3, 30, 70, 16, dtype)
     for mask in (normal(*shape, seed=3), added(normal(*shape, seed=4) > -0.5)):
-        check(attention.attention(q, k, v, mask), q, k, v, mask)
+        check(fused.attention(q, k, v, mask), q, k, v, mask)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(70, 70), (30, 90), (90, 30)])
 def test_causal(queries: int, keys: int) -> None:
     q, k, v = heads(1, 2, queries, keys, 16, torch.float32)
     mask = added(torch.ones(queries, keys, dtype=torch.bool).tril())
-    check(attention.attention(q, k, v, mask), q, k, v, mask)
+    check(fused.attention(q, k, v, mask), q, k, v, mask)
 
 
 def test_nothing_seen_is_zero_as_torchs_and_nan_stays() -> None:
     q, k, v = heads(1, 2, 9, 20, 16, torch.float32)
     nothing = torch.ones(9, 20, dtype=torch.bool)
     nothing[3] = False
-    result = attention.attention(q, k, v, added(nothing))
+    result = fused.attention(q, k, v, added(nothing))
     torch.testing.assert_close(
         result, torch.nn.functional.scaled_dot_product_attention(q, k, v, nothing)
     )
     assert not result[:, :, 3].any()
     q[0, 1, 4, 2] = math.nan
-    assert attention.attention(q, k, v).isnan().any(-1).nonzero().tolist() == [[0, 1, 4]]
+    assert fused.attention(q, k, v).isnan().any(-1).nonzero().tolist() == [[0, 1, 4]]
 
 
 def test_a_query_has_the_same_bits_alone_and_on_many_threads() -> None:
     q, k, v = heads(3, 4, 50, 40, 32, torch.bfloat16)
-    all_, before = attention.attention(q, k, v), torch.get_num_threads()
-    assert torch.equal(attention.attention(q[1:2, :, 29:30], k[1:2], v[1:2]), all_[1:2, :, 29:30])
+    all_, before = fused.attention(q, k, v), torch.get_num_threads()
+    assert torch.equal(fused.attention(q[1:2, :, 29:30], k[1:2], v[1:2]), all_[1:2, :, 29:30])
     torch.set_num_threads(3)
     try:
-        assert torch.equal(attention.attention(q, k, v), all_)
+        assert torch.equal(fused.attention(q, k, v), all_)
     finally:
         torch.set_num_threads(before)
 
@@ -142,12 +139,12 @@ def test_gelu(tanh: bool, dtype: torch.dtype) -> None:
         expected = d / (1 + (-math.sqrt(8 / math.pi) * (d + 0.044715 * d**3)).exp())
     else:
         expected = d * torch.erfc(-d / math.sqrt(2)) / 2
-    result = gelu.gelu(x, tanh).double()
+    result = fused.gelu(x, tanh).double()
     large = expected.abs() > 1e-36  # below, float32 is nearly subnormal
     off = ((result - expected).abs() / expected.abs())[large]
     # exponents of up to 120 are rounded
     assert float(off.amax()) <= (256 if dtype == torch.float32 else 2.2) * UNIT[dtype]
-    assert torch.equal(gelu.gelu(x[:33].view(3, 11), tanh), gelu.gelu(x, tanh)[:33].view(3, 11))
-    odd = gelu.gelu(torch.tensor([math.nan, math.inf, 0.0]).to(dtype), tanh)
+    assert torch.equal(fused.gelu(x[:33].view(3, 11), tanh), fused.gelu(x, tanh)[:33].view(3, 11))
+    odd = fused.gelu(torch.tensor([math.nan, math.inf, 0.0]).to(dtype), tanh)
     assert odd[0].isnan()
     assert odd[1:].tolist() == [math.inf, 0.0]

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from verbs import verb
 
 from nmrun.errors import ConfigError
-from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import products
-from nmrun.fast.cpu.onednn import OneDNNLinear, dtypes
+from nmrun.fast.cpu.onednn import DenseInt8Linear, OneDNNLinear, dtypes
 from nmrun.lab import bench, models
 from nmrun.lab.bench import harness, infer, networks, peers, train
 from nmrun.lab.bench.harness import Benchmark, Case

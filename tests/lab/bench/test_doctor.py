@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmrun.fast.gpu import semi_structured
+from nmrun.fast.gpu import probe, semi_structured
 from nmrun.fast.gpu.kernels import cusparselt
+from nmrun.fast.measurement import Times
 from nmrun.lab.bench import doctor, harness
 
 
@@ -27,45 +27,6 @@ def test_the_weight_of_the_test_is_2_of_4_both_ways():
     weight = semi_structured.transposable(16, 24, "cpu").float()
     for groups in (weight.reshape(-1, 4), weight.T.reshape(-1, 4)):
         assert set((groups != 0).sum(1).tolist()) == {2}
-
-
-def exact(weight: Tensor) -> semi_structured.Product:
-    return lambda x: (x.double() @ weight.double().t()).bfloat16()
-
-
-def path(product: Callable[[Tensor], semi_structured.Product]) -> semi_structured.Path:
-    return semi_structured.Path(
-        lambda weight, other: ([weight], []), lambda x, parts, bias: product(parts[0])(x)
-    )
-
-
-def test_the_verdict_on_a_product():
-    calls: list[int] = []
-
-    def changing(weight: Tensor) -> semi_structured.Product:
-        def product(x: Tensor) -> Tensor:
-            calls.append(0)
-            out = exact(weight)(x)
-            out[0, 0] += (len(calls) == 3) * out[0, 0].abs() / 128
-            return out
-
-        return product
-
-    def refusing(weight: Tensor) -> semi_structured.Product:
-        raise RuntimeError("not on this machine\nand a stack")
-
-    assert semi_structured.verdict(path(exact), "cpu") == "right"
-    assert semi_structured.verdict(path(changing), "cpu").startswith("results CHANGE")
-    assert semi_structured.verdict(path(refusing), "cpu") == "not on this machine"
-    assert semi_structured.verdict(path(lambda weight: exact(weight.roll(1, 0))), "cpu").startswith(
-        "WRONG"
-    )
-    assert semi_structured.verdict(path(lambda weight: exact(weight * 1.02)), "cpu").startswith(
-        "WRONG"
-    )
-    assert semi_structured.verdict(
-        path(lambda weight: lambda x: exact(weight)(x).t()), "cpu"
-    ).startswith("WRONG")
 
 
 @pytest.mark.parametrize(
@@ -90,18 +51,20 @@ def test_the_loaded_version_is_the_one_torch_knows():
     assert number == 1000 * major + 100 * minor + patch
 
 
-def test_every_path_has_its_verdict(monkeypatch: pytest.MonkeyPatch):
+def test_what_was_measured_of_each_path(monkeypatch: pytest.MonkeyPatch):
     gpu(monkeypatch, 9)
-    paths = {"good": path(exact), "bad": path(lambda w: exact(-w))}
-    monkeypatch.setattr(semi_structured, "PATHS", paths)
-    monkeypatch.setattr(
-        semi_structured,
-        "verdict",
-        lambda path, original=semi_structured.verdict: original(path, "cpu"),
-    )
+    monkeypatch.setattr(doctor, "SHAPES", ((8, 16),))
+    times = {
+        "dense": Times(forward=3.0),
+        "good": Times(forward=2.0),
+        "bad": Times(wrong="WRONG results"),
+    }
+    monkeypatch.setattr(probe, "measure", lambda shape, device: dict(times))
     assert list(doctor.accelerated()) == [
-        ("2:4 products", "good: right"),
-        ("2:4 products", "bad: WRONG results: not to be used here"),
+        (
+            "2:4 products",
+            "8 to 16, 8192 tokens, bfloat16: dense 3.000 ms, good right, 2.000 ms (1.50x), bad WRONG results",
+        ),
     ]
 
 
@@ -170,7 +133,7 @@ def test_what_cusparselt_is_asked_to_multiply(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cusparselt, "multiply", multiply)
     weight = semi_structured.transposable(32, 64, "cpu")
     x, dz, bias = (torch.randn(*size, dtype=torch.bfloat16) for size in ((37, 64), (37, 32), (32,)))
-    parts, parts_t = semi_structured.CUSPARSELT.pack(weight, weight)
+    parts, parts_t = map(semi_structured.CUSPARSELT.pack, (weight, weight.t()))
     torch.testing.assert_close(
         semi_structured.named("cusparselt:3").multiply(x, parts, bias),
         torch.nn.functional.linear(x.double(), weight.double(), bias.double()).bfloat16(),
@@ -206,7 +169,7 @@ def test_the_fastest_algorithm_that_is_right(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cusparselt, "algorithms", lambda packed, x: 5)
     monkeypatch.setattr(semi_structured, "milliseconds", milliseconds)
     weight, x = semi_structured.transposable(16, 32, "cpu"), torch.randn(16, 32).bfloat16()
-    parts, _ = semi_structured.CUSPARSELT.pack(weight, None)
+    parts = semi_structured.CUSPARSELT.pack(weight)
     expected = x.float() @ weight.float().t()
     fastest = semi_structured.fastest("cusparselt", x, parts, None, expected)
     assert fastest == ("cusparselt:3", 3.0)

@@ -24,8 +24,8 @@ import nmrun
 from nmrun.errors import ConfigError, RunError
 from nmrun.fast import deploy as deploying
 from nmrun.fast import packed
-from nmrun.fast.cpu.dense_int8 import DenseInt8Linear
 from nmrun.fast.cpu.kernels import bf16, blocks, int8, products
+from nmrun.fast.cpu.onednn import DenseInt8Linear
 from nmrun.fast.cpu.packed_convolution import PackedConvolution
 from nmrun.fast.cpu.packed_linear import Bf16Linear, BlockLinear, Int8Linear, PackedLinear
 from nmrun.lab.export import cli, finished_run

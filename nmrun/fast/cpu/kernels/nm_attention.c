@@ -1,4 +1,4 @@
-/* Attention of one query's heads after another, on one thread. Follows nm_numbers.c in one translation unit. Needs AVX-512; without it this
+/* Attention of one query's heads after another, on one thread. Follows nm_vectors.c and nm_numbers.c in one translation unit. Needs AVX-512; without it this
    file is empty.
 
    A head's keys and values are laid out once: panels of PANEL columns, keys turned so that the keys lie in the lanes, values as they are.
@@ -43,31 +43,16 @@ static inline void row(const char *from, int64_t at, int64_t count, int low, uin
     else _mm512_store_ps(to + w, number(from, at + w, count - w, low));
 }
 
-static inline void turn(__m512i a[LANES]) { /* transposed: rows i and i + 8 are interleaved, four times */
-  const __m512i lower = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  const __m512i upper = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-  for (int round = 0; round < 4; round++) {
-    __m512i b[LANES];
-#pragma GCC unroll 8
-    for (int i = 0; i < LANES / 2; i++) {
-      b[2 * i] = _mm512_permutex2var_epi32(a[i], lower, a[i + LANES / 2]);
-      b[2 * i + 1] = _mm512_permutex2var_epi32(a[i], upper, a[i + LANES / 2]);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) a[i] = b[i];
-  }
-}
-
 /* The keys of a head: word w of key j at to[(j / PANEL * words + w) * PANEL + j % PANEL]. `line` has room for LANES of them. */
 static inline void lay_keys(const Attention *of, int64_t at, int64_t words, uint32_t *line, uint32_t *to, int two) {
   for (int64_t j = 0; j < up(of->keys, PANEL); j += LANES) {
     for (int l = 0; l < LANES; l++)
       row(of->k, at + (j + l) * of->k_apart[2], j + l < of->keys ? of->width : 0, (int)of->low, line + l * words, words, two);
     for (int64_t w = 0; w < words; w += LANES) {
-      __m512i block[LANES];
-      for (int l = 0; l < LANES; l++) block[l] = _mm512_load_si512(line + l * words + w);
+      vec block[LANES];
+      for (int l = 0; l < LANES; l++) block[l] = (vec)_mm512_load_si512(line + l * words + w);
       turn(block);
-      for (int l = 0; l < LANES; l++) _mm512_store_si512(to + (j / PANEL * words + w + l) * PANEL + j % PANEL, block[l]);
+      for (int l = 0; l < LANES; l++) _mm512_store_si512(to + (j / PANEL * words + w + l) * PANEL + j % PANEL, (__m512i)block[l]);
     }
   }
 }

@@ -1,12 +1,10 @@
-/* Numbers of float32 or bfloat16 as 16 lanes of float32. Follows nm_scratch.c in one translation unit. Needs AVX-512, which NUMBERS says. */
+/* Numbers of float32 or bfloat16 as 16 lanes of float32. Follows nm_vectors.c in one translation unit. Needs AVX-512, which NUMBERS says. */
 #include <math.h>
 #include <string.h>
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define NUMBERS
 #include <immintrin.h>
-
-#define LANES 16
 
 static inline int64_t up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 

@@ -78,12 +78,7 @@ class Opaque(ctypes.c_void_p):
 
 PLANS = 128  # kept by each thread: a layer has one for each number of tokens
 # of CUDA's cudaDataType
-TYPES = {
-    torch.float32: 0,
-    torch.float16: 2,
-    torch.bfloat16: 14,
-    torch.float8_e4m3fn: 28,
-}
+TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 # of cuSPARSELt's header and cuSPARSE's
 COLUMN_ORDER, ROW_ORDER = 1, 2
 PLAIN, TRANSPOSED = 0, 1
@@ -95,21 +90,15 @@ ALGORITHM, LAST_ALGORITHM = 0, 1  # of an algorithm selection
 ONE, ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
 
 
-def multiply(
-    packed: Tensor,
-    x: Tensor,
-    bias: Tensor | None = None,
-    out: torch.dtype | None = None,
-    algorithm: int = 0,
-) -> Tensor:
-    """Compute ``x W^T + bias``, (tokens, rows), of dtype ``out`` or that of ``x``; stored by columns
-    where ``x`` is and there is no bias, else by rows.
+def multiply(packed: Tensor, x: Tensor, bias: Tensor | None = None, algorithm: int = 0) -> Tensor:
+    """Compute ``x W^T + bias``, (tokens, rows), in the dtype of ``x``; stored by columns where ``x``
+    is and there is no bias, else by rows.
 
     Args:
         packed: W, (rows, some), compressed from (rows, columns).
         x: (tokens, columns), stored by rows or by columns, in the dtype of ``packed``; tokens are a
-            multiple of 8 (of 16 where a number has 8 bits).
-        bias: (rows), in the dtype of the result.
+            multiple of 8.
+        bias: (rows), in this dtype.
         algorithm: one of :func:`algorithms`; 0 is the library's default.
 
     Raises:
@@ -120,23 +109,21 @@ def multiply(
     if not (x.is_contiguous() or x.t().is_contiguous()):
         x = x.contiguous()
     x, bias = _aligned(x), None if bias is None else _aligned(bias)
-    plan = _plan(packed, x, out, bias is not None, algorithm)
+    plan = _plan(packed, x, bias is not None, algorithm)
     with torch.cuda.device(x.device):
         return plan(packed, x, bias)
 
 
-def algorithms(packed: Tensor, x: Tensor, out: torch.dtype | None = None) -> int:
+def algorithms(packed: Tensor, x: Tensor) -> int:
     """How many algorithms the library has for a :func:`multiply`; some may refuse it, or be wrong."""
-    return _plan(packed, x, out, False, 0).algorithms
+    return _plan(packed, x, False, 0).algorithms
 
 
-def _plan(
-    packed: Tensor, x: Tensor, out: torch.dtype | None, biased: bool, algorithm: int
-) -> _Plan:
+def _plan(packed: Tensor, x: Tensor, biased: bool, algorithm: int) -> _Plan:
     tokens, columns = x.shape
+    by_columns = not x.is_contiguous()
     return _state.plan(
-        *(x.device, packed.shape[0], columns, tokens, packed.dtype, out or x.dtype),
-        *(not x.is_contiguous(), biased, algorithm),
+        x.device, packed.shape[0], columns, tokens, x.dtype, by_columns, biased, algorithm
     )
 
 
@@ -151,10 +138,10 @@ class _Plan:
     """
 
     def __init__(
-        self, handle: Opaque, rows: int, columns: int, tokens: int, dtype: torch.dtype, out: torch.dtype,
+        self, handle: Opaque, rows: int, columns: int, tokens: int, dtype: torch.dtype,
         by_columns: bool, biased: bool, algorithm: int,
     ) -> None:  # fmt: skip
-        self.handle, self.shape, self.out = handle, (rows, tokens), out
+        self.handle, self.shape, self.dtype = handle, (rows, tokens), dtype
         self.turned = by_columns and not biased
         self.structures: list[tuple[str, Opaque]] = []
         weight, x, z, self.product, self.selection, self.plan = (Opaque() for _ in range(6))
@@ -173,7 +160,7 @@ class _Plan:
         self.structures.append(("MatDescriptorDestroy", x))
         call(
             "DenseDescriptorInit", handle, z,
-            *map(size, (rows, tokens, tokens if self.turned else rows)), alignment, number(TYPES[out]),
+            *map(size, (rows, tokens, tokens if self.turned else rows)), alignment, kind,
             number(ROW_ORDER if self.turned else COLUMN_ORDER),
         )  # fmt: skip
         self.structures.append(("MatDescriptorDestroy", z))
@@ -206,7 +193,7 @@ class _Plan:
 
     def __call__(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         shape = self.shape if self.turned else self.shape[::-1]
-        z = torch.empty(shape, dtype=self.out, device=x.device)
+        z = torch.empty(shape, dtype=self.dtype, device=x.device)
         # of torch's allocator, which knows of streams and of captured graphs
         space = torch.empty(self.workspace, dtype=torch.int8, device=x.device)
         if bias is not None:
@@ -240,25 +227,15 @@ class _State(threading.local):
         self.plan = lru_cache(maxsize=PLANS)(self._plan)
 
     def _plan(
-        self, device: torch.device, rows: int, columns: int, tokens: int, dtype: torch.dtype, out: torch.dtype,
+        self, device: torch.device, rows: int, columns: int, tokens: int, dtype: torch.dtype,
         by_columns: bool, biased: bool, algorithm: int,
     ) -> _Plan:  # fmt: skip
         with torch.cuda.device(device):
             if device not in self._handles:
-                handle = Opaque()
-                call("Init", handle)
-                self._handles[device] = handle
-            return _Plan(
-                self._handles[device],
-                rows,
-                columns,
-                tokens,
-                dtype,
-                out,
-                by_columns,
-                biased,
-                algorithm,
-            )
+                self._handles[device] = Opaque()
+                call("Init", self._handles[device])
+            handle = self._handles[device]
+            return _Plan(handle, rows, columns, tokens, dtype, by_columns, biased, algorithm)
 
 
 _state = _State()

@@ -1,6 +1,6 @@
-"""Scaled dot-product attention on the CPU: ``nm_attention.c``, for processors with AVX-512.
+"""Attention and GELU on the CPU: ``nm_attention.c`` and ``nm_gelu.c``, for processors with AVX-512.
 
-Sums and softmax are float32. The bits of a query's result depend on nothing but the operands.
+Sums, softmax and GELU are float32. The bits of a query's result depend on nothing but the operands.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from torch import Tensor
 from nmrun.kernels.compiler import BEGIN, END, CFunctions, in_parts
 
 DTYPES = torch.float32, torch.bfloat16
+LINE = 64  # numbers of a result: threads write lines of their own
 WORTH = 64  # multiplications that cost as much as a weight in another pass, see in_parts
 KERNELS = CFunctions(
-    "attention",
-    ("nm_scratch", "nm_numbers", "nm_attention"),
-    ("-ffp-contract=off", "-fno-math-errno"),
+    "attention and GELU",
+    ("nm_scratch", "nm_vectors", "nm_numbers", "nm_attention", "nm_gelu"),
+    ("-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"),
     __package__,
-    {"nm_attention": "pnn"},
+    {"nm_attention": "pnn", "nm_gelu": "pp" + "n" * 4},
     needs="AVX-512",
 )
 
@@ -70,3 +71,12 @@ def attention(
     work = 2 * q.numel() * keys // WORTH
     in_parts(library.nm_attention, (ctypes.addressof(about), BEGIN, END), batch * heads, work)
     return out.transpose(1, 2)
+
+
+def gelu(x: Tensor, tanh: bool = False) -> Tensor:
+    """As :func:`torch.nn.functional.gelu`, or its approximation by ``tanh``; x is float32 or bfloat16."""
+    x = x.contiguous()
+    out, low, size = torch.empty_like(x), x.dtype == torch.bfloat16, x.numel()
+    operands = (x.data_ptr(), out.data_ptr(), int(tanh), int(low), BEGIN, END)
+    in_parts(KERNELS.load().nm_gelu, operands, size, size, LINE)
+    return out
