@@ -144,17 +144,13 @@ def _answer_tokens(values: Tensor, targets: Tensor) -> Tensor:
     return values.flatten(0, 1) if targets.is_meta else values[targets != NOTHING]
 
 
-# the names of a task's texts, and its answers in the order of classes
-WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "cola": (("sentence",), ("unacceptable", "acceptable")),
-    "sst2": (("sentence",), ("negative", "positive")),
-    "mrpc": (("sentence1", "sentence2"), ("not_equivalent", "equivalent")),
-    "qqp": (("question1", "question2"), ("not_duplicate", "duplicate")),
-    "stsb": (("sentence1", "sentence2"), ()),
-    "mnli": (("premise", "hypothesis"), ("entailment", "neutral", "contradiction")),
-    "qnli": (("question", "sentence"), ("entailment", "not_entailment")),
-    "rte": (("sentence1", "sentence2"), ("entailment", "not_entailment")),
-    "wnli": (("sentence1", "sentence2"), ("not_entailment", "entailment")),
+# where GLUE's files have numbers, in the order of classes
+ANSWERS = {
+    "cola": ("unacceptable", "acceptable"),
+    "sst2": ("negative", "positive"),
+    "mrpc": ("not_equivalent", "equivalent"),
+    "qqp": ("not_duplicate", "duplicate"),
+    "wnli": ("not_entailment", "entailment"),
 }
 SCORES = [i / 5 for i in range(26)]  # STS-B's, rounded to a fifth (section 2.4)
 
@@ -162,7 +158,9 @@ SCORES = [i / 5 for i in range(26)]  # STS-B's, rounded to a fifth (section 2.4)
 def prompt(task: str, text: Text) -> Text:
     """One text that names its task and its parts, such as ``rte sentence1: A. sentence2: B.``. T5
     has them in the order of their names, so MNLI's hypothesis comes first."""
-    parts = (f"{name}: {part}" for name, part in zip(WORDS[task][0], text, strict=True))
+    spec = labelled.TASKS[task]
+    names = spec.hub_texts or spec.texts
+    parts = (f"{name}: {part}" for name, part in zip(names, text, strict=True))
     return (" ".join([task, *sorted(parts)]),)
 
 
@@ -174,10 +172,10 @@ def glue_text(config: Config, device: torch.device) -> TextToText:
             options.task, options.held_out, options.split_seed, options.limit
         ).items()
     }
-    answers = WORDS[options.task][1] or tuple(f"{score:.1f}" for score in SCORES)
-    values = None if WORDS[options.task][1] else SCORES
-    metrics = labelled.TASKS[options.task].metrics
-    return TextToText.of_answers(config, splits, answers, values, metrics, device)
+    spec = labelled.TASKS[options.task]
+    answers = ANSWERS.get(options.task, spec.labels) or tuple(f"{score:.1f}" for score in SCORES)
+    values = None if spec.labels else SCORES
+    return TextToText.of_answers(config, splits, answers, values, spec.metrics, device)
 
 
 class T5Network(nn.Module):

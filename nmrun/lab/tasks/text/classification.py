@@ -8,7 +8,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -277,20 +277,6 @@ def scores(metrics: Sequence[str], predictions: Tensor, labels: Tensor) -> dict[
 Text = tuple[str, ...]  # one text, or two: a premise and a hypothesis, say
 
 
-class Tokenizer(Protocol):
-    """Turns texts into token numbers below ``vocabulary``, at most ``max_length`` for each text.
-    The token ``padding`` fills up."""
-
-    vocabulary: int
-    padding: int
-    max_length: int
-
-    def encode(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens (int32) and segments (uint8) of all texts or pairs, one after the other, and where
-        each starts (int64, texts + 1).
-        """
-
-
 def tokenizer(options: Encoding) -> Tokenizer:
     """The tokenizer of a ``dataset:`` config: ``words``, or a folder or name of Hugging Face.
     Raises ConfigError if it cannot be had.
@@ -355,6 +341,12 @@ class PretrainedTokenizer:
             return_attention_mask=False,
         )
         return _flat(encoded["input_ids"], encoded["token_type_ids"])
+
+
+Tokenizer = Words | PretrainedTokenizer
+"""Turns texts into token numbers below ``vocabulary``, at most ``max_length`` for each text; ``padding``
+fills up. ``encode`` gives tokens (int32) and segments (uint8) of all texts or pairs, one after the other,
+and where each starts (int64, texts + 1)."""
 
 
 def _flat(tokens: list[list[int]], segments: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
