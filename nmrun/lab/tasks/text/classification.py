@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nmrun.errors import ConfigError, refused
+from nmrun.errors import refused
 from nmrun.lab import ranks
 from nmrun.lab.keys.datasets import Encoding
 from nmrun.lab.tasks.base import (
@@ -120,14 +120,7 @@ class TextClassification(InMemory, Categorical):
         metrics: Sequence[str],
         device: torch.device,
     ) -> TextClassification:
-        """The task with tokenizer, batch size, seed, smoothing and limits of a run's config.
-
-        Raises ConfigError as the class, and for a model of pairs with single texts.
-        """
-        if config.model.values().get("pooling") == "similarity" and len(splits["train"][0][0]) != 2:
-            raise ConfigError(
-                "model.pooling=similarity is for pairs of texts; this data set has single ones"
-            )
+        """The task with tokenizer, batch size, seed, smoothing and limits of a run's config."""
         most = config.trainer.limit_evaluation
         return cls(
             limited(splits, most, thinned),
