@@ -19,7 +19,7 @@ from nmrun.lab import tasks
 from nmrun.lab.config.identity import run_folder
 from nmrun.lab.tasks.text import labelled
 from nmrun.lab.train import build, flops, runner, weights
-from nmrun.papers.text_to_text.task import NOTHING, SCORES, WORDS, TextToText, prompt
+from nmrun.papers.text_to_text.task import ANSWERS, NOTHING, SCORES, TextToText, prompt
 
 transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
 
@@ -76,7 +76,8 @@ def t5_config(tmp_path: Path, saved: Path, task: str, *words: str) -> Any:
 @pytest.mark.parametrize("task", labelled.TASKS)
 def test_texts_and_answers_are_t5s(task, data, tmp_path, saved):
     texts, labels = FILES[task][3:]
-    names, answers = WORDS[task]
+    spec = labelled.TASKS[task]
+    names, answers = spec.hub_texts or spec.texts, ANSWERS.get(task, spec.labels)
     (first,) = prompt(task, texts[0])
     assert first.startswith(f"{task} {min(names)}: ")
     assert f"{names[0]}: {texts[0][0]}" in first

@@ -190,13 +190,6 @@ def test_parts_of_a_batch_make_up_the_whole():
     assert len(task.micro_batches(0, 2, 1000)) == len(decoded(whole))
 
 
-def test_a_sentence_that_fits_into_no_batch():
-    with pytest.raises(
-        ConfigError, match="max_tokens=8: the longest training sentence has 9 tokens"
-    ):
-        translation(max_tokens=8)
-
-
 # --- model and loss -------------------------------------------------------------------------------
 
 

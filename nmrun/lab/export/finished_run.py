@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import consent, models, tasks
 from nmrun.lab.config import schema
-from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder, activations_of
+from nmrun.lab.runs.run_folder import FINAL, REMEDY, RunFolder, activations_of
 from nmrun.lab.tasks.base import Task
 from nmrun.oneshot import METHODS
 from nmrun.patterns import Pattern, hold
@@ -95,24 +95,17 @@ def read(folder: Path, trusted: bool = False) -> FinishedRun:
         state = load_file(source)
     except SafetensorError as error:
         raise RunError(f"{source} is damaged or cut off ({error})") from None
-    try:
-        sparsity = result["sparsity"]
-        layers = [
-            SparseLayer(
-                line["name"],
-                Pattern.parse(line.get("pattern", sparsity["pattern"])),
-                line.get("dim", 1),
-            )
-            for line in sparsity["layers"]
-            if line.get("holds", True)  # but not in a network that ends dense
-        ]
-    except (KeyError, TypeError) as error:
-        raise RunError(
-            f"{folder / RESULT} does not say which layers are sparse ({error} is missing)"
-        ) from None
+    sparsity = result["sparsity"]
+    layers = [
+        SparseLayer(
+            line["name"],
+            Pattern.parse(line.get("pattern", sparsity["pattern"])),
+            line.get("dim", 1),
+        )
+        for line in sparsity["layers"]
+        if line.get("holds", True)  # but not in a network that ends dense
+    ]
     for layer in layers:
-        if layer.name not in state:
-            raise RunError(f"{source} has no {layer.name}, which is sparse by result.json")
         try:
             check_nm(state[layer.name], layer.pattern, layer.dim, pad=True)
         except ValueError as error:

@@ -15,19 +15,23 @@ from nmrun.lab.models.texts import GPTNetwork
 from nmrun.lab.tasks.hugging_face import check_length, check_vocabulary, fetch, fetch_whole
 
 
-class CausalLM(nn.Module):
-    """Tokens (B, T) to logits (B, T, vocabulary), by what ``AutoModelForCausalLM`` makes."""
+class Wrapped(nn.Module):
+    """A network of transformers whose ``forward`` takes what a task gives."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
         self.network = network
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.network(tokens, use_cache=False).logits
-
     def get_output_embeddings(self) -> nn.Module:
         """The head, as transformers' models name theirs."""
         return self.network.get_output_embeddings()
+
+
+class CausalLM(Wrapped):
+    """Tokens (B, T) to logits (B, T, vocabulary), by what ``AutoModelForCausalLM`` makes."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.network(tokens, use_cache=False).logits
 
 
 def causal(vocabulary: int, context: int, pretrained: str) -> CausalLM:

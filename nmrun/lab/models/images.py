@@ -130,7 +130,6 @@ class CifarResNet(nn.Module):
 
 
 SMALL = 64  # pixels; ``auto`` takes the small form up to this size
-LEAST = {"vgg16_bn": 32}  # pixels that are left over from five poolings
 FIRST = {  # the first convolution
     **dict.fromkeys(("resnet18", "resnet34", "resnet50"), "conv1"),
     "densenet121": "features.conv0",
@@ -158,8 +157,8 @@ SWINS: dict[str, dict[str, Any]] = {
 def of_torchvision(
     name: str, shape: tuple[int, ...], classes: int, form: str, pretrained: bool = False
 ) -> nn.Module:
-    """A network of torchvision, a key of ``FIRST``. Raises ConfigError for images that are too
-    small, and for ``pretrained`` where its weights do not fit or cannot be downloaded.
+    """A network of torchvision, a key of ``FIRST``. Raises ConfigError for ``pretrained`` where its
+    weights do not fit or cannot be downloaded.
 
     ``form`` is ``imagenet``, ``cifar``, or ``auto``: the latter up to 64 pixels. The form for CIFAR
     begins at full resolution: a first 3x3 convolution with stride 1 and no pooling (He et al. 2016,
@@ -169,10 +168,6 @@ def of_torchvision(
     from torchvision import models
 
     channels, *sides = shape
-    if min(sides) < LEAST.get(name, 1):
-        raise ConfigError(
-            f"model={name} takes images of {LEAST[name]} pixels or more; these have {min(sides)}"
-        )
     small = form == "cifar" or (form == "auto" and max(sides) <= SMALL)
     if pretrained and (small or channels != 3):
         raise ConfigError(

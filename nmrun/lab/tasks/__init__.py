@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nmrun.errors import ConfigError, refused
+from nmrun.errors import refused
 from nmrun.lab.keys.datasets import OwnDataset
 from nmrun.lab.keys.options import find_builder
 from nmrun.registry import find
@@ -23,29 +23,14 @@ def build(config: Config, device: torch.device) -> Task:
     Raises ConfigError for an unknown data set, and for data that are missing or unusable.
     """
     if isinstance(config.dataset, OwnDataset):
-        task = _own_task(config.dataset.target, config, device)
+        from nmrun.lab.tasks.base import own_task
+
+        builder = find("dataset._target_", config.dataset.target, {})
+        with refused("", ValueError):
+            made = builder(config, device)
+        task: Task = own_task(made)
     else:
         task = find_builder("dataset", config.dataset.name)(config, device)
-    if not isinstance(getattr(task, "higher_is_better", None), bool):
-        raise ConfigError(
-            f"dataset={config.dataset.name}: its task needs higher_is_better, True or False: whether "
-            "higher values of its metric are better"
-        )
     if not config.trainer.test:
         task.has_test = False
-    return task
-
-
-def _own_task(target: str, config: Config, device: torch.device) -> Task:
-    from nmrun.lab.tasks.base import own_task
-
-    builder = find("dataset._target_", target, {})
-    with refused("", ValueError):
-        made = builder(config, device)
-    if not hasattr(made, "micro_batches"):
-        raise ConfigError(
-            f"dataset._target_={target} returned a {type(made).__name__}, and no task as "
-            "nmrun.lab.tasks.base.Task is"
-        )
-    task: Task = own_task(made)
     return task

@@ -47,8 +47,6 @@ class Task(ABC):
     """Whether there is a test split to evaluate. Without one, results have metrics of the validation split alone."""
     equal_batches: bool = True
     """Whether batches have as many items as the first one. Else a plan looks at the :meth:`sizes` of more."""
-    counted_with_values: bool = False
-    """Whether the network's shapes depend on values, so that FLOPs are counted by computing."""
     about: str = ""
     """The line of the plan on the data."""
     left_out: str = ""
@@ -193,9 +191,18 @@ def own_task(task: Any) -> Any:
     It has the attributes and methods of :class:`Task`. Those with a default may be missing, and
     ``micro_batches`` may lack ``mine``.
     """
-    needed = [*Task.__abstractmethods__, "batches_per_epoch", "inputs", "metric"]
+    needed = [
+        *Task.__abstractmethods__,
+        "batches_per_epoch",
+        "higher_is_better",
+        "inputs",
+        "metric",
+    ]
     if missing := sorted(name for name in needed if not hasattr(task, name)):
-        raise ConfigError(f"{type(task).__name__}, the task, has no {', '.join(missing)}")
+        raise ConfigError(
+            f"dataset._target_ returned a {type(task).__name__}, and a task has {', '.join(missing)} "
+            "(nmrun.lab.tasks.base.Task)"
+        )
     for name, default in vars(Task).items():
         abstract = getattr(default, "__isabstractmethod__", False)
         if not (name.startswith("_") or abstract or hasattr(task, name)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,28 +93,28 @@ def fetch_whole(kind: str, source: str, besides: str = "", **options: Any) -> An
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Let transformers show neither progress bars nor warnings while the context is entered."""
-    from transformers.utils import logging
+    from transformers.utils import logging as of_transformers
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    bars = of_transformers.is_progress_bar_enabled()
+    of_transformers.disable_progress_bar()
     try:
-        with quiet_hub():
+        with quiet_hub("transformers"):
             yield
     finally:
-        logging.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            of_transformers.enable_progress_bar()
 
 
 @contextlib.contextmanager
-def quiet_hub() -> Iterator[None]:
-    """Let the hub's client say nothing of its retries while the context is entered: the error has it."""
-    from huggingface_hub.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
+def quiet_hub(*others: str) -> Iterator[None]:
+    """Let the hub's client, and other packages, say nothing of retries and the like while the context is
+    entered: the error has it."""
+    loggers = [logging.getLogger(name) for name in ("huggingface_hub", *others)]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

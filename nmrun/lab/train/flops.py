@@ -258,14 +258,14 @@ def count(
 ) -> Flops:
     """Count one item, the task's ``example``, through a copy of a model, so that no state changes.
 
-    The copy is on the CPU if that is quick, if the task asks for it, or if values decide what is
-    computed, as in a router of experts. Else it is on the meta device, where nothing is computed.
+    The copy is on the CPU if that is quick, or if values decide what is computed, as in a router of
+    experts. Else it is on the meta device, where nothing is computed.
     ``taught``: the teacher is a dense network of this kind. The last layer before ``activations``
     feeds them, the next reads them."""
     parameters = list(model.parameters())
     small = sum(p.numel() for p in parameters) < COMPUTED and all(p.is_cpu for p in parameters)
     pruned = activations.modules if activations is not None and activations.pattern else ()
-    if small or task.counted_with_values:
+    if small:
         twin, forward, backward, items = _counted(model, task, pruned, "cpu")
     else:
         try:

@@ -58,8 +58,6 @@ def check(config: Config, recipe: Recipe, task: Task, precision: str) -> None:
         reason = (
             "trainer.precision=fp16 scales the loss by whole gradients (bf16 and fp32 need not)"
         )
-    elif task.counted_with_values:
-        reason = "the network's shapes depend on values, which a process has in parts only"
     elif task.metric == "bleu":
         reason = "beam search calls parts of the model"
     if reason:

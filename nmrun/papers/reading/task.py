@@ -311,7 +311,6 @@ def windows(questions: Sequence[Question], tokenizer: Tokenizer, stride: int) ->
     """
     if isinstance(tokenizer, PretrainedTokenizer):
         return list(_by_pretrained(questions, tokenizer, stride))
-    assert isinstance(tokenizer, Words)
     return [w for row, q in enumerate(questions) for w in _by_words(row, q, tokenizer, stride)]
 
 

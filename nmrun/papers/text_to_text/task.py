@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.datasets import Encoding, Glue
+from nmrun.lab.keys.datasets import Glue
+from nmrun.lab.models.hugging_face import Wrapped
 from nmrun.lab.tasks.base import Batch, limited, refuse_smoothing, sent, thinned
 from nmrun.lab.tasks.hugging_face import check_vocabulary, fetch, fetch_whole
 from nmrun.lab.tasks.text import labelled
@@ -65,31 +66,6 @@ class TextToText(TextClassification):
         each = [tokens[a:b].long() for a, b in itertools.pairwise(starts)]
         self.answers = torch.nn.utils.rnn.pad_sequence(
             each, batch_first=True, padding_value=NOTHING
-        )
-
-    @classmethod
-    def of_answers(
-        cls,
-        config: Config,
-        splits: Mapping[str, tuple[Sequence[Text], Sequence[float]]],
-        answers: Sequence[str],
-        values: Sequence[float] | None,
-        metrics: Sequence[str],
-        device: torch.device,
-    ) -> TextToText:
-        """The task of a run's config. Raises ConfigError for smoothed labels."""
-        trainer = config.trainer
-        refuse_smoothing(trainer.label_smoothing, "texts")
-        return cls(
-            limited(splits, trainer.limit_evaluation, thinned),
-            tokenizer(config.dataset.as_kind(Encoding)),
-            answers,
-            values,
-            metrics,
-            batch_size=trainer.batch_size,
-            seed=config.seed,
-            limit_batches=trainer.limit_batches,
-            device=device,
         )
 
     def size(self, batch: Batch) -> int:
@@ -144,17 +120,13 @@ def _answer_tokens(values: Tensor, targets: Tensor) -> Tensor:
     return values.flatten(0, 1) if targets.is_meta else values[targets != NOTHING]
 
 
-# the names of a task's texts, and its answers in the order of classes
-WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "cola": (("sentence",), ("unacceptable", "acceptable")),
-    "sst2": (("sentence",), ("negative", "positive")),
-    "mrpc": (("sentence1", "sentence2"), ("not_equivalent", "equivalent")),
-    "qqp": (("question1", "question2"), ("not_duplicate", "duplicate")),
-    "stsb": (("sentence1", "sentence2"), ()),
-    "mnli": (("premise", "hypothesis"), ("entailment", "neutral", "contradiction")),
-    "qnli": (("question", "sentence"), ("entailment", "not_entailment")),
-    "rte": (("sentence1", "sentence2"), ("entailment", "not_entailment")),
-    "wnli": (("sentence1", "sentence2"), ("not_entailment", "entailment")),
+# where GLUE's files have numbers, in the order of classes
+ANSWERS = {
+    "cola": ("unacceptable", "acceptable"),
+    "sst2": ("negative", "positive"),
+    "mrpc": ("not_equivalent", "equivalent"),
+    "qqp": ("not_duplicate", "duplicate"),
+    "wnli": ("not_entailment", "entailment"),
 }
 SCORES = [i / 5 for i in range(26)]  # STS-B's, rounded to a fifth (section 2.4)
 
@@ -162,7 +134,9 @@ SCORES = [i / 5 for i in range(26)]  # STS-B's, rounded to a fifth (section 2.4)
 def prompt(task: str, text: Text) -> Text:
     """One text that names its task and its parts, such as ``rte sentence1: A. sentence2: B.``. T5
     has them in the order of their names, so MNLI's hypothesis comes first."""
-    parts = (f"{name}: {part}" for name, part in zip(WORDS[task][0], text, strict=True))
+    spec = labelled.TASKS[task]
+    names = spec.hub_texts or spec.texts
+    parts = (f"{name}: {part}" for name, part in zip(names, text, strict=True))
     return (" ".join([task, *sorted(parts)]),)
 
 
@@ -174,20 +148,28 @@ def glue_text(config: Config, device: torch.device) -> TextToText:
             options.task, options.held_out, options.split_seed, options.limit
         ).items()
     }
-    answers = WORDS[options.task][1] or tuple(f"{score:.1f}" for score in SCORES)
-    values = None if WORDS[options.task][1] else SCORES
-    metrics = labelled.TASKS[options.task].metrics
-    return TextToText.of_answers(config, splits, answers, values, metrics, device)
+    spec = labelled.TASKS[options.task]
+    answers = ANSWERS.get(options.task, spec.labels) or tuple(f"{score:.1f}" for score in SCORES)
+    values = None if spec.labels else SCORES
+    trainer = config.trainer
+    refuse_smoothing(trainer.label_smoothing, "texts")
+    return TextToText(
+        limited(splits, trainer.limit_evaluation, thinned),
+        tokenizer(options),
+        answers,
+        values,
+        spec.metrics,
+        batch_size=trainer.batch_size,
+        seed=config.seed,
+        limit_batches=trainer.limit_batches,
+        device=device,
+    )
 
 
-class T5Network(nn.Module):
+class T5Network(Wrapped):
     """Tokens (B, T), mask (B, T) bool (False is padding) and targets (B, L), below 0 where they
     have ended, to (B, L, vocabulary). Each is from the targets before it.
     """
-
-    def __init__(self, network: Any) -> None:
-        super().__init__()
-        self.network = network
 
     def forward(self, tokens: Tensor, mask: Tensor, targets: Tensor) -> Tensor:
         config = self.network.config
@@ -200,10 +182,6 @@ class T5Network(nn.Module):
             decoder_input_ids=before.masked_fill(before < 0, config.pad_token_id),
             use_cache=False,
         ).logits
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The head, as transformers' models name theirs."""
-        return self.network.get_output_embeddings()
 
 
 def t5(vocabulary: int, max_length: int, pretrained: str) -> T5Network:

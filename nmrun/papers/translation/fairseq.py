@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import importlib.util
 import logging
 import warnings
 from argparse import Namespace
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
 
-from nmrun.errors import ConfigError, extra, refused
+from nmrun.errors import needs, refused
 
 if TYPE_CHECKING:
     from nmrun.papers.translation.fairseq_modules import TranslationTransformer
@@ -25,12 +24,9 @@ def fairseq(module: str) -> Any:
     """A module of fairseq such as ``data``, or one of nmrun that imports fairseq, by its whole
     name. Raises ConfigError if fairseq is not installed.
     """
-    if importlib.util.find_spec("fairseq") is None:
-        raise ConfigError(f"this needs fairseq, which is not installed: {extra('translation')}")
-    with undisturbed():
-        return importlib.import_module(
-            module if module.startswith("nmrun.") else f"fairseq.{module}"
-        )
+    name = module if module.startswith("nmrun.") else f"fairseq.{module}"
+    with needs("translation", "translation"), undisturbed():
+        return importlib.import_module(name)
 
 
 @contextlib.contextmanager

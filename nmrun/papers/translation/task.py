@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nmrun.errors import ConfigError
 from nmrun.lab import ranks
 from nmrun.lab.tasks.base import (
     Batch,
@@ -59,8 +58,8 @@ class Translation(Categorical):
 
     Models give, as fairseq's, a tuple with the logits (tokens, target dictionary) in front for
     ``model(source, None, previous, where)``. ``label_smoothing`` is fairseq's: epsilon is spread
-    over all tokens but the right one. Raises ConfigError for sides that do not fit, and for a
-    sentence longer than ``max_tokens``.
+    over all tokens but the right one. A sentence longer than ``max_tokens`` is a batch of its own. Raises
+    ConfigError for sides that do not fit.
     """
 
     metric = "bleu"
@@ -84,11 +83,6 @@ class Translation(Categorical):
     ) -> None:
         for name, pair in splits.items():
             check(name, pair)
-        longest = max(int(corpus.lengths.max()) for corpus in splits["train"])
-        if longest > max_tokens:
-            raise ConfigError(
-                f"dataset.max_tokens={max_tokens}: the longest training sentence has {longest} tokens, more than fit into a batch"
-            )
         self.splits, self.source, self.target = splits, source, target
         self.references, self.detokenize = references, detokenize
         self.has_test = "test" in splits

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from encoders import WORDS, save_encoder
-from runs import config, result_of, rewrite, write_run
+from runs import config, rewrite, write_run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -194,16 +194,9 @@ def test_a_damaged_model_is_one_line(tmp_path, capsys):
         assert "is damaged or cut off" in refused(run, tmp_path / "to", capsys)
 
 
-def test_a_dense_run_and_a_run_without_a_report(tmp_path, capsys):
+def test_a_dense_run(tmp_path, capsys):
     dense = write_run(tmp_path / "dense", {"a": torch.ones(2, 4)}, [])
     assert "is a dense run" in refused(dense, tmp_path / "to", capsys, status=2)
-    run = small(tmp_path / "run")
-    sparsity = result_of(run)["sparsity"]
-    rewrite(run, sparsity={})
-    assert "does not say which layers are sparse" in refused(run, tmp_path / "to", capsys)
-    sparsity["layers"][0]["name"] = "gone"
-    rewrite(run, sparsity=sparsity)
-    assert "has no gone" in refused(run, tmp_path / "to", capsys)
 
 
 def test_where_it_cannot_go(tmp_path, capsys):

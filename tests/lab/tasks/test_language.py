@@ -23,7 +23,6 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.lab import tasks
 from nmrun.lab.compare.notation import LOWER_IS_BETTER
 from nmrun.lab.keys.datasets import StdlibText
-from nmrun.lab.tasks import storage
 from nmrun.lab.tasks.text import corpus, files
 from nmrun.lab.tasks.text.language import LanguageModelling
 from nmrun.lab.train import flops, runner
@@ -367,7 +366,7 @@ def test_splits_are_cut_from_the_end_after_white_space(tmp_path):
     )
 
 
-def test_own_files_are_found_in_the_folder_of_data(tmp_path, monkeypatch):
+def test_own_files_are_found_in_the_folder_of_data_and_taken_whole(tmp_path, monkeypatch):
     monkeypatch.setenv("NMRUN_DATA", str(tmp_path / "data"))
     folder = tmp_path / "data" / "corpus"
     folder.mkdir(parents=True)
@@ -376,21 +375,13 @@ def test_own_files_are_found_in_the_folder_of_data(tmp_path, monkeypatch):
         np.arange(100, dtype=np.uint16).tofile(folder / f"{name}.bin")
     names = [f"dataset.{name}=corpus/{name}.txt" for name in ("train", "val", "test")]
     texts = build(tmp_path, "dataset=text", "dataset.tokenizer=byte", *names)
-    assert texts.splits["val"].tobytes().decode() == "val " * 50
-    tokens = build(tmp_path, "dataset=token_bin", "dataset.folder=corpus")
-    assert tokens.splits["test"].tolist() == list(range(100))
-
-
-def test_files_of_their_own_are_taken_whole(tmp_path):
-    for name in ("train", "val", "test"):
-        (tmp_path / name).write_text(f"{name} " * 50)
-    files = [f"dataset.{name}={tmp_path / name}" for name in ("train", "val", "test")]
-    task = build(tmp_path, "dataset=text", *files)
-    assert {name: task.splits[name].tobytes().decode() for name in task.splits} == {
+    assert {name: texts.splits[name].tobytes().decode() for name in texts.splits} == {
         n: f"{n} " * 50 for n in ("train", "val", "test")
     }
+    tokens = build(tmp_path, "dataset=token_bin", "dataset.folder=corpus")
+    assert tokens.splits["test"].tolist() == list(range(100))
     with pytest.raises(ConfigError, match=r"^dataset: .*nowhere"):
-        build(tmp_path, "dataset=text", files[0], f"dataset.val={tmp_path / 'nowhere'}")
+        build(tmp_path, "dataset=text", names[0], f"dataset.val={tmp_path / 'nowhere'}")
 
 
 def test_words_are_encoded_once_until_a_file_changes(tmp_path, monkeypatch):
@@ -427,23 +418,6 @@ def test_another_tokenizer_in_the_home_folder_encodes_anew(tmp_path, monkeypatch
         task = build(tmp_path, *options)
         assert task.vocabulary == len(words)
         assert task.splits["train"][:2].tolist() == [words["one"], words["two"]]
-
-
-def test_a_failed_encoding_leaves_nothing(tmp_path):
-    file = tmp_path / "file"
-    file.write_text("x")
-
-    def full():
-        raise OSError("no space left")
-
-    with pytest.raises(OSError, match="no space"):
-        storage.cached("what", [file], full)
-    assert list((tmp_path / "cache").iterdir()) == []
-    assert storage.cached("what", [file], lambda: {"train": np.arange(3)})["train"].tolist() == [
-        0,
-        1,
-        2,
-    ]
 
 
 def test_missing_data_says_where_it_was_looked_for(tmp_path, monkeypatch):

@@ -51,6 +51,7 @@ class Own:
     """A task without a base class."""
 
     metric, batches_per_epoch, inputs = "accuracy", 5, {"classes": 10}
+    higher_is_better = True
 
     def __init__(self, batch):
         self.batch = batch

@@ -32,8 +32,6 @@ from nmrun.step.activations import SquaredReLU
 class Sums:
     """The sum of the outputs, for three items of any shape."""
 
-    counted_with_values = False
-
     def __init__(self, *shape: int) -> None:
         self.shape = shape
 

@@ -8,14 +8,14 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nmrun.errors import ConfigError, refused
+from nmrun.errors import refused
 from nmrun.lab import ranks
 from nmrun.lab.keys.datasets import Encoding
 from nmrun.lab.tasks.base import (
@@ -120,14 +120,7 @@ class TextClassification(InMemory, Categorical):
         metrics: Sequence[str],
         device: torch.device,
     ) -> TextClassification:
-        """The task with tokenizer, batch size, seed, smoothing and limits of a run's config.
-
-        Raises ConfigError as the class, and for a model of pairs with single texts.
-        """
-        if config.model.values().get("pooling") == "similarity" and len(splits["train"][0][0]) != 2:
-            raise ConfigError(
-                "model.pooling=similarity is for pairs of texts; this data set has single ones"
-            )
+        """The task with tokenizer, batch size, seed, smoothing and limits of a run's config."""
         most = config.trainer.limit_evaluation
         return cls(
             limited(splits, most, thinned),
@@ -277,20 +270,6 @@ def scores(metrics: Sequence[str], predictions: Tensor, labels: Tensor) -> dict[
 Text = tuple[str, ...]  # one text, or two: a premise and a hypothesis, say
 
 
-class Tokenizer(Protocol):
-    """Turns texts into token numbers below ``vocabulary``, at most ``max_length`` for each text.
-    The token ``padding`` fills up."""
-
-    vocabulary: int
-    padding: int
-    max_length: int
-
-    def encode(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens (int32) and segments (uint8) of all texts or pairs, one after the other, and where
-        each starts (int64, texts + 1).
-        """
-
-
 def tokenizer(options: Encoding) -> Tokenizer:
     """The tokenizer of a ``dataset:`` config: ``words``, or a folder or name of Hugging Face.
     Raises ConfigError if it cannot be had.
@@ -355,6 +334,12 @@ class PretrainedTokenizer:
             return_attention_mask=False,
         )
         return _flat(encoded["input_ids"], encoded["token_type_ids"])
+
+
+Tokenizer = Words | PretrainedTokenizer
+"""Turns texts into token numbers below ``vocabulary``, at most ``max_length`` for each text; ``padding``
+fills up. ``encode`` gives tokens (int32) and segments (uint8) of all texts or pairs, one after the other,
+and where each starts (int64, texts + 1)."""
 
 
 def _flat(tokens: list[list[int]], segments: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:

@@ -199,7 +199,8 @@ class Reader:
         self.batch_size, self.batches_per_epoch = batch_size, batches_per_epoch
         own_cores = max(1, (os.cpu_count() or 1) // ranks.local_world())
         self.workers = own_cores if workers is None else workers
-        self.close()
+        self._next: tuple[Any, ...] = ()
+        self._batches: Iterator[Batch] = iter(())
 
     def training(self, epoch: int, index: int, share: list[int]) -> Batch:
         """The images at the places ``share`` of a batch. Raises RunError for a damaged file."""
@@ -231,8 +232,7 @@ class Reader:
 
     def close(self) -> None:
         """End the processes that read."""
-        self._next: tuple[Any, ...] = ()
-        self._batches: Iterator[Batch] = iter(())
+        self._next, self._batches = (), iter(())
 
 
 # Functions, so that no generator holds the `Reader` that holds it: torch waits five seconds for each
