@@ -102,8 +102,6 @@ def schedule_factor(
     ``name``: the shape after the warm-up, ``constant`` at 1, or ``linear`` or ``cosine`` from 1
     down to ``final`` at step ``total_steps``.
     """
-    if name not in ("constant", "linear", "cosine"):
-        raise ValueError(f"schedule {name!r}: allowed are constant, linear, cosine")
 
     def factor(step: int) -> float:
         if step < warmup_steps:
