@@ -381,7 +381,7 @@ VERBS = {
     "table --experiment step_cifar10 recipe=stpe": "did you mean step?",
     "report . --out a.pdf": "the suffix must be .html",
     "status . more": "nmrun status --help",
-    "status --all=3": "--all takes no value",
+    "status --all=3": "--all",
     "table . --metrics test/accuracy": "unrecognized arguments: --metrics test/accuracy; did you mean --metric?",
     "table . --format word": "invalid choice",
     "table . --format": "expected one argument",

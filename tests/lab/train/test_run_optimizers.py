@@ -207,7 +207,7 @@ def test_a_rate_that_falls_at_milestones():
 @pytest.mark.parametrize(
     ("target", "arguments", "message"),
     [
-        ("torch.optim.lr_scheduler.ReduceLROnPlateau", None, "follows a metric: it takes one that"),
+        ("torch.optim.lr_scheduler.ReduceLROnPlateau", None, "'metrics'"),
         ("torch.optim.lr_scheduler.StepLR", None, r"StepLR.* missing 1 required .*step_size"),
         ("torch.optim.lr_scheduler.StepLR", {"step_size": 0}, r"StepLR: .* zero"),
         ("torch.optim.lr_scheduler.StepLR", {"step_size": "x"}, r"StepLR: "),
@@ -253,7 +253,7 @@ def test_an_optimizer_by_its_class(tmp_path):
         (("optimizer.target=torch.nn.Linear",), "is no torch.optim.Optimizer"),
         (("optimizer.target=torch.optim.Rprop", "optimizer.weight_decay=0.1"), "weight_decay"),
         (("optimizer.target=torch.optim.NAdam", "optimizer.options={beta: 1}"), "'beta'"),
-        (("optimizer.target=torch.optim.NAdam", "optimizer.options={lr: 1}"), "say optimizer.lr"),
+        (("optimizer.target=torch.optim.NAdam", "optimizer.options={lr: 1}"), "argument 'lr'"),
         (("optimizer.target=torch.optim.LBFGS",), "LBFGS"),
     ],
 )
