@@ -25,18 +25,9 @@ def disk_errors(path: Path) -> Iterator[None]:
         number = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
         if number not in FULL:
             raise
-        free = shutil.disk_usage(path.parent).free
-        reason = f"{os.strerror(number)}, {_size(free)} free there"
+        free = shutil.disk_usage(path.parent).free / 1e6
+        reason = f"{os.strerror(number)}, {free:.0f} MB free there"
         raise OSError(number, reason, str(path)) from None
-
-
-def _size(count: float) -> str:
-    """A number of bytes as people say it: ``12 kB``."""
-    for unit in ("bytes", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
 
 
 @contextlib.contextmanager

@@ -22,9 +22,6 @@ class Parser(argparse.ArgumentParser):
     """An ``ArgumentParser`` that raises ConfigError where argparse would print and exit."""
 
     def error(self, message: str) -> NoReturn:
-        message = re.sub(
-            r"^argument (.*): ignored explicit argument .*", r"\1 takes no value", message
-        )
         hint = ""
         if unknown := re.match(r"unrecognized arguments: (\S+)", message):
             hint = did_you_mean(unknown[1], self._option_string_actions)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import getpass
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -78,20 +77,12 @@ def _main(argv: list[str]) -> int:
         os.getcwd()
     except FileNotFoundError:
         raise ConfigError("the current folder does not exist any more; change to another") from None
-    if "--help" in argv or "-h" in argv:  # at any place of the line
-        argv = ["--help", *(word for word in argv if word not in ("--help", "-h"))]
-        if len(argv) > 1 and _is_verb(argv[1]):
-            which = [word for word in argv[2:3] if argv[1] == "bench" and word[:1] != "-"]
-            argv = [argv[1], *which, "--help"]  # each benchmark has options of its own
-        elif not any(word.startswith("--hydra-help") for word in argv):
-            options, words = _help_parser().parse_known_args(argv[1:])
-            place = [] if options.config_dir is None else ["--config-dir", options.config_dir]
-            words = [word for word in (*options.topic, *words) if "=" in word and word[:1] != "-"]
-            return explain([*place, *(_topic(word.lstrip("+~")) for word in words)])
     if "query=" in "".join(argv[1:2]) and argv[0] in ("-sc", "--shell-completion"):
         _complete_verbs()
     if argv and _is_verb(argv[0], argv[1:]):
         return _run(argv[0], argv[1:])
+    if "--help" in argv or "-h" in argv:
+        return explain([])
     if "--version" in argv:  # Hydra's own --version prints Hydra's version
         print(f"nmrun {nmrun.__version__}")
         return 0
@@ -102,10 +93,6 @@ def _main(argv: list[str]) -> int:
     options = command_line.options(argv)
     if options.help:  # abbreviated
         return explain([])
-    for word in options.overrides:
-        if "=" not in word and word in all_verbs():
-            others = [each for each in argv if each != word]
-            raise ConfigError(f"a verb comes first: {shlex.join(['nmrun', word, *others])}")
     return jobs.main(argv)
 
 
@@ -134,36 +121,12 @@ def _is_verb(word: str, following: Sequence[str] = ()) -> bool:
     names = all_verbs()
     if word in names:
         return True
-    if following and following[0][:1] == "=":
-        first = following[0]
-        value = following[1] if first == "=" and len(following) > 1 else ""
-        spelt = word + first + value
-        raise ConfigError(f"{word} {first}: write {spelt}, without spaces around the =")
     from nmrun.lab.config import suggestions
 
     raise ConfigError(suggestions.no_verb(word, following, names))
 
 
-def _topic(word: str) -> str:
-    """The topic of a help that is asked for with an override: its option of a group, or its key."""
-    key, _, value = word.partition("=")
-    return key if "." in key or "," in value or key in ("seed", "output_dir") else word
-
-
 def explain(argv: list[str]) -> int:
-    options = _help_parser().parse_intermixed_args(argv)
-    if options.topic and options.topic[0] in all_verbs():
-        return _run(options.topic[0], ["--help"])
-    from nmrun.lab.config import reference
-
-    if not options.topic:
-        print(reference.overview(options.config_dir))
-    for topic in options.topic:
-        print(reference.about(topic, options.config_dir, all_verbs()))
-    return 0
-
-
-def _help_parser() -> arguments.Parser:
     parser = arguments.Parser(
         prog="nmrun help", description="What a word of the command line means."
     )
@@ -175,4 +138,13 @@ def _help_parser() -> arguments.Parser:
         "without it, what nmrun --help says",
     )
     parser.add_argument("--config-dir", "-cd", help="a folder of more configs")
-    return parser
+    options = parser.parse_intermixed_args(argv)
+    if options.topic and options.topic[0] in all_verbs():
+        return _run(options.topic[0], ["--help"])
+    from nmrun.lab.config import reference
+
+    if not options.topic:
+        print(reference.overview(options.config_dir))
+    for topic in options.topic:
+        print(reference.about(topic, options.config_dir, all_verbs()))
+    return 0

@@ -13,7 +13,6 @@ import itertools
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from typing import Any
 from nmrun.lab.signals import end_run
 
 STATUS = 128 + signal.SIGPIPE  # which shells give a program that the signal ended
-QUIET = 30.0  # seconds
 _waiting: list[Any] = []  # the stream of the line of waiting(), until something takes its place
 
 
@@ -51,17 +49,12 @@ def is_terminal(stream: Any) -> bool:
 
 
 def waiting(text: str) -> None:
-    """Show on a terminal what takes a moment, until the next line takes its place; elsewhere as a
-    line, after ``QUIET`` seconds without one."""
+    """Show on a terminal what takes a moment, until the next line takes its place."""
     stream = sys.stdout
-    if not isinstance(stream, _Stream):
-        return
-    if is_terminal(stream):
+    if isinstance(stream, _Stream) and is_terminal(stream):
         stream.write(f"{text} ...")
         stream.flush()
         _waiting.append(stream)
-    elif time.monotonic() - stream.written >= QUIET:
-        print(f"{text} ...", flush=True)
 
 
 def no_longer_waiting() -> None:
@@ -77,11 +70,10 @@ def discard(stream: Any) -> None:
 
 class _Stream:
     def __init__(self, stream: Any) -> None:
-        self._stream, self.written = stream, time.monotonic()
+        self._stream = stream
 
     def write(self, text: str) -> int:
         no_longer_waiting()
-        self.written = time.monotonic()
         with self._reader():
             # a replaced stream (a notebook's, pytest's) need not return how much it wrote
             self._stream.write(text)

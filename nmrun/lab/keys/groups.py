@@ -12,7 +12,6 @@ from nmrun.lab.keys.ranges import (
     BUDGET,
     CHECKPOINTS,
     CLASS,
-    COMPILE,
     DECAYED,
     EVALUATIONS,
     LOGGERS,
@@ -346,12 +345,7 @@ class Trainer(Group):
         "what each of several processes (torchrun) holds: ddp (the whole model) or fsdp (a "
         "shard, for models larger than a GPU or a host)",
     ] = "ddp"
-    compile: Annotated[
-        bool | str,
-        COMPILE,
-        "compile the model by torch.compile (fullgraph): true, reduce-overhead (CUDA graphs, "
-        "for small models), max-autotune",
-    ] = False
+    compile: Annotated[bool, FLAG, "compile the model by torch.compile (fullgraph)"] = False
     label_smoothing: Annotated[
         float, FRACTION, "share of a label's probability that is spread over all classes"
     ] = 0.0

@@ -123,12 +123,6 @@ def _budget(value: Any) -> str | None:
     return f"{unit}:{float(amount)!r}"
 
 
-COMPILE = Check(
-    "true, false, reduce-overhead (CUDA graphs) or max-autotune",
-    lambda value: isinstance(value, bool) or value in ("reduce-overhead", "max-autotune"),
-)
-
-
 INCHES = number(1, 40)
 LIMITS = Check("LOW,HIGH, such as 90,100", lambda ends: len(ends) == 2 and ends[0] < ends[1])
 LOGGERS = Check(

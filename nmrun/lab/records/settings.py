@@ -17,8 +17,6 @@ from nmrun.lab.runs.run_folder import CONFIG, RESULT, RunFolder, metrics_of, wal
 from nmrun.patterns import RATIO_KEYS, written
 from nmrun.ranges import value_text
 
-FEW = 4  # at most so many run folders in a line
-
 
 def read(folder: Path) -> dict[str, str]:
     """The settings of a run by key: groups by their name (``recipe``), ``sparsity`` as ``2:4`` or
@@ -51,9 +49,7 @@ def only_run(path: Path) -> Path:
         if CONFIG in files and "sparsity" in RunFolder(place).config
     ]
     if len(below) > 1:
-        some = ", ".join(str(run.relative_to(path)) for run in sorted(below)[:FEW])
-        more = f", ...; nmrun status {path} lists all {len(below)}" if len(below) > FEW else ""
-        raise ConfigError(f"{path}: name one of the runs below it: {some}{more}")
+        raise ConfigError(f"{path}: name one of the runs below it; nmrun status {path} lists them")
     return below[0] if below else path
 
 

@@ -110,13 +110,13 @@ def begins(
     whether the sweep's process has started this one; else it may be on another host.
     """
     line = {"job": number, "overrides": overrides, "folder": str(run), "begun": time.time()}
-    _note(folder, {**line, "process": os.getpid() if launched else 0}, "beginning of a run")
+    _note(folder, {**line, "process": os.getpid() if launched else 0})
 
 
 def submits(folder: Path, number: int, overrides: list[str], run: str, queue: str) -> None:
     """Note that job ``number`` is in a cluster's queue, under the id ``queue``."""
     line = {"job": number, "overrides": overrides, "folder": run, "queue": queue}
-    _note(folder, line, "place in the queue")
+    _note(folder, line)
 
 
 def add(
@@ -130,21 +130,21 @@ def add(
     keys = ("status", "folder", "error", "metric", "metrics", "queue")
     line = {key: outcome.get(key) for key in keys}
     line |= {"overrides": overrides, "seconds": round(seconds, 3), "ended": time.time()}
-    _note(folder, line | {"job": number}, "end of this job")
+    _note(folder, line | {"job": number})
 
 
 def note_signal(folder: Path, number: int) -> None:
     """Note that a signal ends the sweep, so that no further job begins."""
-    _note(folder, {"signal": number}, "signal")
+    _note(folder, {"signal": number})
 
 
-def _note(folder: Path, line: dict[str, Any], what: str) -> None:
+def _note(folder: Path, line: dict[str, Any]) -> None:
     path = folder / JOBS
     try:
         with atomic.disk_errors(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
     except OSError as error:  # later jobs may have room again
-        tell([f"{error.filename}: {error.strerror}; the {what} is not noted"])
+        tell([f"{error.filename}: {error.strerror}"])
 
 
 @dataclass(frozen=True)

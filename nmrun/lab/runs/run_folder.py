@@ -186,9 +186,7 @@ class RunFolder:
             return why
         if (self.path / name).exists():
             return ""
-        if name == DENSE:
-            return "the run has none: trainer.evaluate=dense and both keep it, where weights are sparse"
-        return "the run has none: no epoch of it held the pattern"
+        return f"the run has no {name}"
 
     def demand(self, setting: object, name: str = "") -> None:
         """Raise ConfigError, which begins with ``setting``, unless a finished run is here, with its

@@ -145,6 +145,8 @@ def assembled(
     with refused("", ValueError, TypeError):
         if total_steps is None:
             total_steps = _planned_steps(config, task, whole, device)
+            if not (trainer.budget or "").startswith("seconds:"):  # whose length a trial says
+                check_length(config, total_steps, task.batches_per_epoch)
         began = time.perf_counter()
         handle = _attached(config, model, optimizer, total_steps)
         seconds = time.perf_counter() - began
@@ -179,11 +181,6 @@ def _planned_steps(config: Config, task: Task, whole: nn.Module, device: torch.d
     """The steps of a run by its config. A budget of FLOPs takes a trial, which leaves no trace."""
     trainer, batches = config.trainer, task.batches_per_epoch
     steps = trainer.steps or trainer.epochs * batches
-    if trainer.steps is not None and trainer.average > -(-steps // batches):
-        raise ConfigError(
-            f"trainer.average={trainer.average}: trainer.steps={trainer.steps} are fewer epochs, "
-            f"of {batches} batches"
-        )
     if not (trainer.budget or "").startswith(("flops:", "hardware_flops:")):
         return steps
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -191,19 +188,17 @@ def _planned_steps(config: Config, task: Task, whole: nn.Module, device: torch.d
         trial = _attached(config, twin, optimizer_of(config.optimizer, twin), steps)
     activations = _activations(config, twin, steps)
     cost = flops.count(twin, task, trial.sparse, trainer.distill is not None, activations)
-    steps = flops.steps_in(str(trainer.budget), cost, trial.recipe, steps, task.mean_size())
-    check_budget(config, steps, batches)
-    return steps
+    return flops.steps_in(str(trainer.budget), cost, trial.recipe, steps, task.mean_size())
 
 
-def check_budget(config: Config, steps: int, batches: int) -> None:
-    """Raise ConfigError where the steps of a budget are too few epochs of ``batches`` steps each."""
-    trainer = config.trainer
-    epochs = f"trainer.budget={trainer.budget}: that is {steps / batches:.2g} epochs"
-    if trainer.steps is None and steps < batches:
-        raise ConfigError(f"{epochs}; it takes one epoch or more")
+def check_length(config: Config, steps: int, batches: int) -> None:
+    """Raise ConfigError where a run of so many steps is too few epochs of ``batches`` steps each: a
+    budget of less than one epoch, or fewer than those that are averaged."""
+    trainer, epochs = config.trainer, f"{steps / batches:.2g} epochs"
+    if trainer.budget is not None and trainer.steps is None and steps < batches:
+        raise ConfigError(f"trainer.budget={trainer.budget} is {epochs}; it takes one or more")
     if trainer.average > -(-steps // batches):
-        raise ConfigError(f"{epochs}, fewer than trainer.average={trainer.average}")
+        raise ConfigError(f"trainer.average={trainer.average}: the run has {epochs}")
 
 
 def _attached(

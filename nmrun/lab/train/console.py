@@ -12,8 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from nmrun.errors import folded, tell
 from nmrun.lab import output
 from nmrun.lab.keys import ranges
@@ -153,15 +151,9 @@ class RunProgress:
         self.steps, self.parts = steps, steps.parts
         self.row: dict[str, float] = {}
         self._began, self._begun = time.perf_counter(), steps.step
-        self._sum: Tensor | float = 0.0
-        self._count = 0
 
     def begin(self) -> None:
         self._began, self._begun = time.perf_counter(), self.steps.step
-
-    def step(self, loss: Tensor) -> None:
-        """Count a step; its loss stays on the device."""
-        self._sum, self._count = self._sum + loss, self._count + 1
 
     def bar(self) -> Bar:
         steps, elapsed = self.steps, time.perf_counter() - self._began
@@ -175,11 +167,8 @@ class RunProgress:
         return Bar(words, steps.step, total, right, below)
 
     def epoch(self, best: bool = False) -> str:
-        """The line of an evaluation, with the mean loss since the one before."""
+        """The line of an evaluation."""
         row = self.row
-        if self._count:
-            row = row | {"train/loss": float(self._sum) / self._count}
-        self._sum, self._count = 0.0, 0
         keys = ("train/loss", f"eval/{self.parts.task.metric}", "steps_per_second")
         cells = [f"epoch {self._epoch()}"]
         if ranges.steps(self.steps.trainer.eval_every):  # several lines of one epoch

@@ -290,7 +290,6 @@ class Loop:
         ``warm``."""
         began = time.perf_counter()
         self.steps.train_step(due.epoch, due.batch, measure_flips=due.log)
-        self.progress.step(self.steps.losses[-1])
         if due.epoch_ends:
             self.average.add(remaining=self.epochs - due.epoch - 1)
         for event in self.handle.pop_events():

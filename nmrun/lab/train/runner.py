@@ -229,12 +229,10 @@ class _Run:
             if others or not checkpoint.out_of_memory(error):
                 raise
             self.alone = ranks.world() > 1  # the others wait for a gradient that never comes
-            size, accumulate = self.config.trainer.batch_size, self.config.trainer.accumulate
             where = "before training" if self.loop is None else f"step {self.loop.steps.step + 1}"
-            # a config accepts only equal parts
-            equal = [n for n in range(2 * accumulate, size + 1) if size % n == 0]
-            tries = f". Try trainer.accumulate={equal[0]}" if equal else ""
-            raise RunError(f"{where}: out of memory ({first_line(error)}){tries}") from error
+            raise RunError(
+                f"{where}: out of memory ({first_line(error)}). Try a larger trainer.accumulate"
+            ) from error
 
     def _session(self) -> dict[str, Any]:
         config, folder = self.config, self.folder

@@ -40,10 +40,8 @@ class TrainingSteps:
     def __init__(self, config: Config, parts: Parts) -> None:
         self.trainer, self.parts = config.trainer, parts
         forward: Any = parts.model
-        if how := self.trainer.compile:
-            forward = torch.compile(parts.model, fullgraph=True, mode=None if how is True else how)
-        # modes of torch.compile that make CUDA graphs
-        self.in_graphs = parts.device.type == "cuda" and isinstance(how, str)
+        if self.trainer.compile:
+            forward = torch.compile(parts.model, fullgraph=True)
         self.strategy = Replicated(parts.model, parts.optimizer, parts.handle)
         if ranks.world() > 1 and self.trainer.distributed == "fsdp":
             from nmrun.lab.train.fsdp import Sharded  # half a second that others need not wait for
@@ -76,14 +74,10 @@ class TrainingSteps:
         shares = self._shares(epoch, index)
         total = torch.zeros((), device=self.parts.device)
         for number, (batch, share) in enumerate(shares, 1):
-            if self.trainer.compile:
-                torch.compiler.cudagraph_mark_step_begin()  # the last pass's outputs are done with
             with self._averaged_over_ranks(number == len(shares)):
                 with self.autocast():
                     loss = self.parts.loss(self.forward, batch) * share
                 self.scaler.scale(loss * ranks.world()).backward()
-            if self.in_graphs and number == 1 < len(shares):
-                self._keep_gradients()
             total += loss.detach()
         self.step += 1
         self.losses.append(ranks.total(total))
@@ -121,13 +115,6 @@ class TrainingSteps:
         ]
         rounds = min(accumulate, len(sizes)) if self.strategy.in_step else 1
         return shares + [(batches[0], 0.0)] * (rounds - len(shares))
-
-    def _keep_gradients(self) -> None:
-        """Copy the gradients out of the memory of a CUDA graph, which the next micro-batch writes
-        anew; there it adds to the copies."""
-        for parameter in self.parts.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()
 
     def _averaged_over_ranks(self, now: bool) -> contextlib.AbstractContextManager[Any]:
         """For a micro-batch: gradients are averaged over the ranks after the last one alone."""

@@ -237,30 +237,27 @@ def begin_wandb(run: TrackedRun) -> WandBLogger | None:
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
 
-    arguments: dict[str, Any] = {
-        **{key: track[key] for key in ("entity", "notes")},
-        "group": track["group"] or run.sweep,
-        **_wandb_names(run),
-        "dir": str(run.folder),
-        "config": run.config,
-        "settings": _wandb_settings(wandb, track),
-        "reinit": "finish_previous",
-    }
-    weights = run.folder / FINAL if track["weights"] else None
-    if mode == "online" and has_key:
-        try:
-            # without resume, a run of the same id is replaced: that is force=true
-            resume: Any = "allow" if run.history else None
-            return WandBLogger(wandb.init(mode="online", resume=resume, **arguments), weights)
-        except Exception as error:
-            wandb.teardown(exit_code=1)  # its service would hold the run's id
-            run.say(f"W&B cannot be reached ({type(error).__name__}): tracking offline")
+    online = mode == "online" and has_key
     # An offline run cannot be taken up again: replace it by one with the whole history.
-    for old in (run.folder / "wandb").glob("*run-*"):
+    for old in (run.folder / "wandb").glob("*run-*") if not online else ():
         shutil.rmtree(old, ignore_errors=True)
-    say = run.say if has_key else None  # it takes a login to upload
-    logger = WandBLogger(wandb.init(mode="offline", **arguments), weights, say)
-    for row in run.history:
+    begun = wandb.init(
+        mode="online" if online else "offline",
+        # without resume, a run of the same id is replaced: that is force=true
+        resume="allow" if online and run.history else None,
+        entity=track["entity"],
+        notes=track["notes"],
+        group=track["group"] or run.sweep,
+        **_wandb_names(run),
+        dir=str(run.folder),
+        config=run.config,
+        settings=_wandb_settings(wandb, track),
+        reinit="finish_previous",
+    )
+    # it takes a login to upload
+    say = run.say if has_key and not online else None
+    logger = WandBLogger(begun, run.folder / FINAL if track["weights"] else None, say)
+    for row in run.history if not online else ():
         logger.log(row)
     import pandas  # noqa: F401  # else W&B imports it for the summary, when all else is done
 
@@ -351,7 +348,8 @@ class MLflowLogger:
             logging.getLogger(name).setLevel(logging.WARNING)
         track, output_dir = run.config["track"], Path(run.config["output_dir"]).absolute()
         place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{output_dir / 'mlflow.db'}"
-        self._client = client = MlflowClient(place)
+        client: Any = MlflowClient(place)
+        self._client = client
         project = track.get("project") or "nmrun"
         if client.get_experiment_by_name(project) is None:
             with contextlib.suppress(MlflowException):  # a job beside this one may have made it

@@ -13,7 +13,7 @@ import torch
 from nmrun.errors import ConfigError
 from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
-from nmrun.lab.train.build import Parts, assembled, build, check_budget
+from nmrun.lab.train.build import Parts, assembled, build, check_length
 from nmrun.lab.train.steps import TrainingSteps, log_interval, synchronize
 
 
@@ -58,7 +58,7 @@ def steps_of_budget(config: Config) -> tuple[int, str]:
                 raise
             length = min(2 * length, most)
     steps = round(seconds / pace)
-    check_budget(config, steps, epoch)
+    check_length(config, steps, epoch)
     return steps, (
         f"{steps} steps of {1e3 * pace:.3g} ms fill trainer.budget={budget}, "
         f"by a trial of {length} steps"

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import terminal
@@ -321,23 +320,6 @@ def test_what_takes_a_moment_is_told_until_the_next_line(monkeypatch):
         shown.append(stream.getvalue())
     # a terminal's line is wiped from its beginning; a file has the words that stay alone
     assert shown == ["loading torch ...", "loading torch ...\r\x1b[Kan epoch\n", "", "an epoch\n"]
-
-
-def test_a_silence_ends_with_a_line_where_there_is_no_terminal(monkeypatch):
-    times = [0.0]
-    monkeypatch.setattr(output, "time", SimpleNamespace(monotonic=lambda: times[-1]))
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", stream)
-    with output.ends_quietly():
-        for now, text in (
-            (29.0, "layer 1"),
-            (30.0, "layer 2"),
-            (31.0, "layer 3"),
-            (60.0, "layer 4"),
-        ):
-            times.append(now)
-            output.waiting(text)
-    assert stream.getvalue() == "layer 2 ...\nlayer 4 ...\n"
 
 
 def test_nothing_stays_on_the_line_where_a_launcher_s_processes_write(monkeypatch):

@@ -65,7 +65,7 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "trainer.clip": ([None, 0.5, 2.0], [0, -1, "off", True, float("inf")]),
         "trainer.precision": (["auto", "fp32", "bf16", "fp16"], ["fp8", None, 32]),
         "trainer.device": (["auto", "cpu", "cuda"], ["gpu", 0]),
-        "trainer.compile": ([True, False, "reduce-overhead", "max-autotune"], NO_FLAG),
+        "trainer.compile": ([True, False], NO_FLAG),
         "trainer.acceleration": (["auto", "off", "force", "cusparselt"], ["fast", "cutlass", True, None]),
         "trainer.input_gradient": (["exact", "transposable", "double_prune", "mvue"], ["dense", True, None]),
         "trainer.label_smoothing": ([0.0, 0.1], NO_SHARE),

@@ -624,7 +624,6 @@ def test_a_dry_sweep_says_which_runs_there_cannot_be(tmp_path, nmrun_cli):
     assert ste.startswith("  12 steps, ")
     assert total.startswith("sweep of 2: 1 planned, 1 not done")
     assert refused.startswith("  refused: trainer.budget=flops")
-    assert refused.endswith("epochs; it takes one epoch or more")
     assert list(tmp_path.iterdir()) == [tmp_path / "outputs"]
     assert not list((tmp_path / "outputs").iterdir())
 

@@ -134,7 +134,7 @@ def test_which_weights_a_run_begins_with_is_part_of_its_id(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("file", "why"),
     [
-        ("dense.safetensors", "the run has none: trainer.evaluate=dense and both keep it"),
+        ("dense.safetensors", "the run has no dense.safetensors"),
         ("other.safetensors", "a run's weights are model.safetensors, best.safetensors and dense"),
         ("no/dense.safetensors", "no finished run is there"),
     ],
@@ -159,7 +159,7 @@ def test_a_key_takes_a_run_or_a_file_of_its_weights(key, tmp_path, monkeypatch):
         assert refused(f"'{tmp_path}/{place}'") == refused(f"'~/{place}'") == []
     for place, why in (
         ("nowhere", "no finished run is there"),
-        ("ste/dense.safetensors", "the run has none: trainer.evaluate=dense and both keep it"),
+        ("ste/dense.safetensors", "the run has no dense.safetensors"),
     ):
         (line,) = refused(f"'~/{place}'")
         assert line.startswith(f"{key}=~/{place}: {why}")

