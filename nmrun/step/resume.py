@@ -212,12 +212,14 @@ class Resume:
 
 def settings_of(recipe: Recipe, weights: Sequence[SparseWeight]) -> dict[str, Any]:
     """The recipe's clock and what a loaded clock is checked against, as plain data."""
+    dtypes = {key: dtype for weight in weights for key, dtype in weight.dtypes.items()}
     return {
         "version": VERSION,
         "recipe": recipe.name,
         "pattern": str(recipe.pattern),
         "weights": {plain_name(w.name): str(w.pattern) for w in weights},
-        "dtypes": _as_text(weights),
+        # one text, since torch.distributed.checkpoint loads only keys that are there already
+        "dtypes": " ".join(f"{key}={dtype}" for key, dtype in sorted(dtypes.items())),
         "state": recipe.state_dict(),
     }
 
@@ -281,12 +283,6 @@ def dtypes_of(settings: dict[str, Any]) -> dict[str, str]:
     """The dtypes of the saved tensors that differ from their parameter's, such as ``bool``, by
     name."""
     return dict(entry.split("=") for entry in settings["dtypes"].split())
-
-
-def _as_text(weights: Sequence[SparseWeight]) -> str:
-    # one text, since torch.distributed.checkpoint loads only keys that are there already
-    every = {key: dtype for w in weights for key, dtype in w.dtypes.items()}
-    return " ".join(f"{key}={dtype}" for key, dtype in sorted(every.items()))
 
 
 def _of_parameters(states: dict[Any, Any]) -> list[dict[Any, Any]]:
