@@ -266,7 +266,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "steps are needed": ({"recipe": "step"}, ConfigError, "step needs total_steps"),
     "no recipe": ({"recipe": None}, ConfigError, "recipe=None: it takes a name, a dotted path or a recipe"),
     "a number for a recipe": ({"recipe": 3}, ConfigError, "recipe=3: it takes a name"),
-    "a text for a flag": ({"pad": "yes"}, ConfigError, "pad=yes: it takes true or false"),
     "nothing fits": ({"pattern": "1:64"}, ValueError, r"can be 1:64 sparse \(0.weight \[8, 16\]: 16 inputs are not a multiple of 64"),
 }  # fmt: skip
 

@@ -5,21 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from nmrun.errors import ConfigError, RunError, extra
+from nmrun.errors import ConfigError, RunError
 from nmrun.integrations.training import Training, end, warn_if_late
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.step.handle import Handle
 from nmrun.step.resume import has_state
 from nmrun.step.sparsify import unwrapped
-
-try:
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-except ImportError:
-    raise ImportError(
-        f"nmrun.integrations.huggingface needs transformers: {extra('huggingface')}"
-    ) from None
 
 
 class NMTrainerCallback(TrainerCallback):

@@ -6,20 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from nmrun.errors import ConfigError, extra
+from nmrun.errors import ConfigError
 from nmrun.integrations.training import Training, end, warn_if_late
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.step.handle import Handle
-
-try:
-    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
-except ImportError:
-    raise ImportError(
-        f"nmrun.integrations.lightning needs lightning: {extra('lightning')}"
-    ) from None
 
 
 class NMCallback(Callback):

@@ -5,18 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from nmrun.errors import ConfigError, extra
+from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.sparsity.reference import grouped, holds
 from nmrun.sparsity.select import candidates
-
-try:
-    from peft import PeftModel
-    from peft.tuners.tuners_utils import BaseTunerLayer
-except ImportError:
-    raise ImportError(f"nmrun.integrations.peft needs peft: {extra('integrations')}") from None
 
 
 @torch.no_grad()

@@ -171,10 +171,6 @@ def _same(previous: Any, value: Any) -> Any:
     return previous if same_layout and torch.equal(previous, value) else value
 
 
-class _Enough(Exception):
-    pass
-
-
 class _Record:
     """What the blocks were called with in one pass. ``fits``: they were called once
     each in their order, with the value that the one before gave. It was always the argument
@@ -191,7 +187,7 @@ class _Record:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], index: int
     ) -> None:
-        """Note the call of a block, and stop at one that a chain has not."""
+        """Note the call of a block."""
         call: Arguments = {**dict(enumerate(args)), **kwargs}
         previous = self.outputs[-1][0]() if self.outputs and self.outputs[-1] else None
         if index:
@@ -205,8 +201,6 @@ class _Record:
             call = {k: v.clone() if isinstance(v, Tensor) else v for k, v in call.items()}
         self.fits &= len(self.calls) == index and len(self.slots) <= 1
         self.calls.append(call)
-        if not self.fits:
-            raise _Enough
         if index == len(self.blocks) - 1 and previous is not None:
             self.last = previous.clone()  # before the block adds to it in place
 
@@ -222,8 +216,7 @@ class _Record:
                 handle = block.register_forward_pre_hook(before, with_kwargs=True)
                 hooks.callback(handle.remove)
                 hooks.callback(block.register_forward_hook(self.after).remove)
-            with contextlib.suppress(_Enough):
-                run()
+            run()
         whole = self.fits and len(self.calls) == len(self.blocks)
         return whole and all(isinstance(self.calls[0].get(slot), Tensor) for slot in self.slots)
 

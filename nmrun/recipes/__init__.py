@@ -13,28 +13,8 @@ from nmrun import registry
 from nmrun.errors import ConfigError
 from nmrun.ranges import checks
 
-if TYPE_CHECKING:  # the classes of RECIPES, as their users' type checker sees them
-    from nmrun.recipes.asp import ASP as ASP
-    from nmrun.recipes.ast import AST as AST
+if TYPE_CHECKING:
     from nmrun.recipes.base import Recipe
-    from nmrun.recipes.bi_mask import BiMask as BiMask
-    from nmrun.recipes.cast import CAST as CAST
-    from nmrun.recipes.dense import Dense as Dense
-    from nmrun.recipes.gradient_flow import MdGfExponential as MdGfExponential
-    from nmrun.recipes.gradient_flow import MdGfLinear as MdGfLinear
-    from nmrun.recipes.gradient_flow import SdGfGeometric as SdGfGeometric
-    from nmrun.recipes.gradient_flow import SdGfStepwise as SdGfStepwise
-    from nmrun.recipes.lbc import LBC as LBC
-    from nmrun.recipes.maskllm import MaskLLM as MaskLLM
-    from nmrun.recipes.proxsparse import ProxSparse as ProxSparse
-    from nmrun.recipes.s_ste import SSTE as SSTE
-    from nmrun.recipes.slope import SLoPe as SLoPe
-    from nmrun.recipes.sqft import SQFT as SQFT
-    from nmrun.recipes.sr_ste import SRSTE as SRSTE
-    from nmrun.recipes.ste import STE as STE
-    from nmrun.recipes.ste import PeriodicSTE as PeriodicSTE
-    from nmrun.recipes.step import STEP as STEP
-    from nmrun.recipes.t_sr_ste import TSRSTE as TSRSTE
 
 RECIPES = {
     "dense": "nmrun.recipes.dense.Dense",

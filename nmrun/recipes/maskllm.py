@@ -67,8 +67,11 @@ class MaskLLM(MaskScores, FrozenWeights):
 
     @property
     def path(self) -> Path | None:
-        """The file of the masks to begin with, if it is one."""
-        return None if self.masks is None else masks_file(self.masks)
+        """The file of the masks to begin with, if there is one: ``masks``, or its folder's."""
+        if self.masks is None:
+            return None
+        path = Path(self.masks).expanduser()
+        return path if path.is_file() else path / "model.safetensors"
 
     def _value(self, span: Span) -> float:
         passed = (self.step - self.begins) / max(1, self.ends - 1 - self.begins)
@@ -159,12 +162,6 @@ class MaskLLM(MaskScores, FrozenWeights):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.seed = int(state["seed"])
-
-
-def masks_file(place: str) -> Path:
-    """The file of weights that ``masks=`` names, or its folder's ``model.safetensors``."""
-    path = Path(place).expanduser()
-    return path if path.is_file() else path / "model.safetensors"
 
 
 def agreement(path: Path | None, weight: SparseWeight) -> Tensor:

@@ -209,22 +209,15 @@ def candidates(pattern: Pattern, like: Tensor) -> Tensor:
     return _rows(pattern).to(like.device, like.dtype)
 
 
-def too_many(pattern: Pattern) -> str:
-    """Why a pattern has too many candidates, or an empty string."""
-    count = math.comb(pattern.m, pattern.n)
-    return (
-        f"{pattern} has {count:,} possible masks a group, more than the {MOST_CANDIDATES} that can have a score each"
-        if count > MOST_CANDIDATES
-        else ""
-    )
-
-
 @dataclass
 class MaskScores(AddedParameters):
     """A score for every possible mask of a group: parameters (groups, C), C = (M over N)."""
 
     def refuses(self, shape: Sequence[int], outputs: int, pattern: Pattern) -> str:
-        return too_many(pattern)
+        count = math.comb(pattern.m, pattern.n)
+        if count <= MOST_CANDIDATES:
+            return ""
+        return f"{pattern} has {count:,} possible masks a group, and {MOST_CANDIDATES} at most have scores"
 
     def score(
         self,

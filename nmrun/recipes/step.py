@@ -26,8 +26,6 @@ from nmrun.recipes.switch import switch_of
 from nmrun.rule import Rule
 from nmrun.sparsity.weight import SparseWeight
 
-WIDEST = 10_000_000  # steps in AutoSwitch's window, 8 bytes each
-
 
 @dataclass
 class STEP(Recipe):
@@ -93,11 +91,6 @@ class STEP(Recipe):
                 "step: the parameter groups with sparse weights must share beta2 and eps, the switch pools them"
             )
         beta2, eps = groups[0]["betas"][1], groups[0]["eps"]
-        if 1 / (1 - float(beta2)) > WIDEST:
-            raise ConfigError(
-                f"step: the switch takes the mean of 1 / (1 - beta2) steps, {WIDEST:,} at most; "
-                f"beta2 is {beta2}"
-            )
         if late := self.switching.prepare(beta2, eps, weights[0].dense.device):
             self.say(late)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -81,10 +81,3 @@ class TSRSTE(PeriodicMask):
         if self.step == self.dense_from:
             self.dense_forward = True
             self.say("T-SR-STE begins its dense phase; the result will be dense", "phase")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "decay": self.decay}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.decay = float(state["decay"])

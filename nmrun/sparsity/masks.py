@@ -1,6 +1,6 @@
 """Masks and projections for any N:M pattern.
 
-The compiled kernels compute them where they apply, else torch (:mod:`nmrun.sparsity.reference`),
+The compiled kernels compute them of contiguous weights where they apply, else torch (:mod:`nmrun.sparsity.reference`),
 with the same bits. Autograd does not record them. ``dim`` is the dimension that groups run along: 1
 for ``nn.Linear`` (out, in) and for convolutions (out, in, kh, kw), whose groups are M input
 channels at one kernel position. M must divide its size, or a ValueError says so. With ``pad=True``,
@@ -48,12 +48,9 @@ def nm_mask(weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = Fa
             ``dim`` is 0.
     """
     pattern, dim = _over(weight, pattern, dim, pad)
-    if weight.dim() and has_memory(weight):
-        stored, order = _memory_order(weight)
-        mask = torch.empty_like(stored, dtype=torch.bool)
-        along = order.index(dim)
-        if _has_outputs(order, dim, pattern) and projection.mask(stored, mask, pattern, along):
-            return mask.permute(_inverse(order))
+    mask = torch.empty_like(weight, dtype=torch.bool)
+    if _fits_kernels(weight, pattern) and projection.mask(weight.detach(), mask, pattern, dim):
+        return mask
     return reference.nm_mask(weight, pattern, dim)
 
 
@@ -131,31 +128,11 @@ def _over(weight: Tensor, pattern: str | Pattern, dim: int, pad: bool) -> tuple[
 
 
 def _kernel_projection(weight: Tensor, pattern: Pattern, dim: int, soft: bool) -> Tensor | None:
-    if not weight.dim() or not has_memory(weight):
-        return None
-    stored, order = _memory_order(weight)
-    out = torch.empty_like(stored)
-    if not _has_outputs(order, dim, pattern):
-        return None
-    success = projection.project(stored, out, pattern, order.index(dim), soft)
-    return out.permute(_inverse(order)) if success else None
+    out = torch.empty_like(weight)
+    fits = _fits_kernels(weight, pattern)
+    return out if fits and projection.project(weight.detach(), out, pattern, dim, soft) else None
 
 
-def _has_outputs(order: list[int], dim: int, pattern: Pattern) -> bool:
-    """Whether the kernels find the outputs of a V:N:M pattern in a weight with its dimensions in this
-    order: as the first one, or as the second where groups run along the first."""
-    if pattern.v == 1 or len(order) < 2:
-        return pattern.v == 1
-    outputs = 0 if dim else 1
-    return order.index(outputs) == (0 if order.index(dim) else 1)
-
-
-def _memory_order(weight: Tensor) -> tuple[Tensor, list[int]]:
-    """The weight with its dimensions as they lie in memory, contiguous (a copy if it has gaps), and
-    which of its dimensions these are."""
-    order = sorted(range(weight.dim()), key=weight.stride, reverse=True)
-    return weight.detach().permute(order).contiguous(), order
-
-
-def _inverse(order: list[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)
+def _fits_kernels(weight: Tensor, pattern: Pattern) -> bool:
+    least = 1 if pattern.v == 1 else 2  # blocks have outputs too
+    return weight.dim() >= least and has_memory(weight) and weight.is_contiguous()

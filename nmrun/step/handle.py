@@ -139,21 +139,17 @@ class Handle:
         if not evaluates:  # what is written there must not become a dense weight
             self.stepper.notice_changes()
         # layers would compute with copies of the projected weights, packed or pruned again
-        layers = [w.layer for w in self.sparse if w.layer is not None and w.layer.active]
-        for products in layers:
-            products.active = False
         for weight in self.sparse:
+            if weight.layer is not None:
+                weight.layer.active = False
             weight.show_dense()
         torch.clear_autocast_cache()
         try:
             yield
         finally:
             self._reshard()
-            for weight in self.sparse:
-                weight.show_projected()
-            for products in layers:
-                products.active = True
-            self.refresh()  # a write through .data, as in many an EMA's copy_to, leaves no trace
+            # a write through .data, as in many an EMA's copy_to, leaves no trace
+            self.refresh()
             if evaluates and self.recipe.evaluates_final:  # unless another state was loaded inside
                 self._show_final()
 

@@ -96,14 +96,10 @@ class Resume:
         """Register hooks of the optimizer's ``state_dict`` and ``load_state_dict``; returns what
         removes them."""
         return [
-            self.optimizer.register_state_dict_pre_hook(lambda _: self._before_saving()),
-            self.optimizer.register_state_dict_post_hook(
-                lambda _, state: self._after_saving(state)
-            ),
-            self.optimizer.register_load_state_dict_pre_hook(
-                lambda _, state: self._before_loading(state)
-            ),
-            self.optimizer.register_load_state_dict_post_hook(lambda _: self._after_loading()),
+            self.optimizer.register_state_dict_pre_hook(self._before_saving),
+            self.optimizer.register_state_dict_post_hook(self._after_saving),
+            self.optimizer.register_load_state_dict_pre_hook(self._before_loading),
+            self.optimizer.register_load_state_dict_post_hook(self._after_loading),
             *self._custom_loading(),
         ]
 
@@ -122,7 +118,7 @@ class Resume:
             check_settings(saved_settings(state_dict.get("param_groups") or ()), recipe, weights)
             original(state_dict, *args, **kwargs)
             if not self.loaded:  # no hook was called
-                self._after_loading()
+                self._after_loading(optimizer)
 
         optimizer.load_state_dict = load
         return [SimpleNamespace(remove=lambda: vars(optimizer).pop("load_state_dict"))]
@@ -139,7 +135,7 @@ class Resume:
                 for key in self._looked_for:
                     state.setdefault(key, torch.zeros(()))
 
-    def _before_saving(self) -> None:
+    def _before_saving(self, _: torch.optim.Optimizer) -> None:
         if isinstance(self.recipe, AddedParameters):
             self.recipe.detach(self.optimizer)  # what a step that failed has left there
         state = self.optimizer.state
@@ -149,7 +145,7 @@ class Resume:
         if self._room:
             self._fill_room()
 
-    def _after_saving(self, state_dict: dict[str, Any]) -> None:
+    def _after_saving(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Make state dict and optimizer what torch.distributed.checkpoint expects. It initialises
         an optimizer only where that has no state, so one that has not stepped is left without.
         It expects either no entry or one for each parameter; plain SGD has none, and the sparse
@@ -167,7 +163,9 @@ class Resume:
                 for number in group["params"]:
                     state_dict["state"].setdefault(number, {})
 
-    def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _before_loading(
+        self, _: torch.optim.Optimizer, state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
         """Check what is loaded, and take the weights' own tensors out: torch would cast them, and its
         optimizers take any state that is not empty for their own."""
         check_settings(saved_settings(state_dict["param_groups"]), self.recipe, self.weights)
@@ -188,7 +186,7 @@ class Resume:
                 del states[number]
         return {**state_dict, "state": states}
 
-    def _after_loading(self) -> None:
+    def _after_loading(self, _: torch.optim.Optimizer) -> None:
         self._room = {}
         apart, self._apart = self._apart, {}
         settings = saved_settings(self.optimizer.param_groups)
@@ -212,12 +210,14 @@ class Resume:
 
 def settings_of(recipe: Recipe, weights: Sequence[SparseWeight]) -> dict[str, Any]:
     """The recipe's clock and what a loaded clock is checked against, as plain data."""
+    dtypes = {key: dtype for weight in weights for key, dtype in weight.dtypes.items()}
     return {
         "version": VERSION,
         "recipe": recipe.name,
         "pattern": str(recipe.pattern),
         "weights": {plain_name(w.name): str(w.pattern) for w in weights},
-        "dtypes": _as_text(weights),
+        # one text, since torch.distributed.checkpoint loads only keys that are there already
+        "dtypes": " ".join(f"{key}={dtype}" for key, dtype in sorted(dtypes.items())),
         "state": recipe.state_dict(),
     }
 
@@ -281,12 +281,6 @@ def dtypes_of(settings: dict[str, Any]) -> dict[str, str]:
     """The dtypes of the saved tensors that differ from their parameter's, such as ``bool``, by
     name."""
     return dict(entry.split("=") for entry in settings["dtypes"].split())
-
-
-def _as_text(weights: Sequence[SparseWeight]) -> str:
-    # one text, since torch.distributed.checkpoint loads only keys that are there already
-    every = {key: dtype for w in weights for key, dtype in w.dtypes.items()}
-    return " ".join(f"{key}={dtype}" for key, dtype in sorted(every.items()))
 
 
 def _of_parameters(states: dict[Any, Any]) -> list[dict[Any, Any]]:

@@ -465,11 +465,3 @@ def test_events_are_in_the_trainer_s_log(tmp_path):
     logged = [row for row in trainer.state.log_history if "nmrun" in row]
     assert [(row["step"], "ASP pruned once" in row["nmrun"]) for row in logged] == [(4, True)]
     assert sparse.handle.pop_events() == []
-
-
-@pytest.mark.slow
-def test_without_transformers_the_import_names_the_extra():
-    code = "import sys; sys.modules['transformers'] = None; import nmrun.integrations.huggingface"
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    last = process.stderr.splitlines()[-1]
-    assert "needs transformers: pip install '.[huggingface]'" in last

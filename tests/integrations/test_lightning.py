@@ -518,13 +518,3 @@ def test_what_fabric_saved_goes_on_without_it(tmp_path):
 def test_mistakes_are_told_before_the_training(arguments, error, message):
     with pytest.raises(error, match=re.escape(message)):
         integration.NMCallback(**{"exclude": None, **arguments})
-
-
-@pytest.mark.slow
-def test_without_lightning_the_import_names_the_extra():
-    code = (
-        "import sys; sys.modules['lightning.pytorch'] = None; import nmrun.integrations.lightning"
-    )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    last = process.stderr.splitlines()[-1]
-    assert "needs lightning: pip install '.[lightning]'" in last

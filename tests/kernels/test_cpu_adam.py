@@ -228,7 +228,9 @@ def test_a_run_goes_on_with_the_same_bits(recipe, options, stop):
     first, second = begin(recipe, options), begin(recipe, options)
     train(*first, range(stop))
     train(*second, range(1))  # what it has done before is forgotten
-    for part, saved in zip(second, copy.deepcopy([x.state_dict() for x in first]), strict=True):
+    for part, saved in zip(
+        second[:2], copy.deepcopy([x.state_dict() for x in first[:2]]), strict=True
+    ):
         part.load_state_dict(saved)
     train(*second, range(stop, TOTAL))
     for p, q in zip(whole[0].parameters(), second[0].parameters(), strict=True):

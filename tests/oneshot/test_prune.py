@@ -167,7 +167,7 @@ class Block(nn.Module):
 )  # fmt: skip
 def test_blocks_of_any_kind_give_what_whole_passes_give(kind):
     """Where what a block takes is not what the one before gave, passes go through the network."""
-    batches = [torch.randn(size, 5, 8) for size in (4, 7, 4)]
+    batches = [torch.randn(size, 5, 8) for size in (4, 7, 5, 4)]
     model, expected = Stack(kind), Stack(kind)
     # whoever is called first is pruned first
     in_order = list(reversed(expected.blocks) if kind == "order" else expected.blocks)
@@ -188,7 +188,7 @@ def test_blocks_of_any_kind_give_what_whole_passes_give(kind):
     )
     for a, b in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0 if method == "wanda" else 1e-6)
-    in_chain = 3 + 3 * (3 + 2) + 2 * 6 + 3
+    in_chain = 3 + 4 * (3 + 2) + 2 * 8 + 4
     assert (len(calls) == in_chain) == (kind in ("in_place", "by_name"))
 
 

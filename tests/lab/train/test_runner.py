@@ -399,7 +399,6 @@ def test_what_does_not_fit_the_network_or_the_data_is_refused(words, message, tm
     [
         (("dataset.val_fraction=1e-9",), "leave no image for val"),
         (("dataset.val_fraction=0.6", "dataset.test_fraction=0.5"), "are more than all images"),
-        (("recipe.name=step", "optimizer.betas=[0.9,0.99999999999]"), "10,000,000 at most"),
         *([] if torch.cuda.is_available() else [(("trainer.device=cuda",), "no CUDA device")]),
     ],
 )
