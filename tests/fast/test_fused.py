@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import nmrun
-from nmrun.fast import fused
 from nmrun.fast.cpu import probe
 from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.cpu.kernels import fused as kernels

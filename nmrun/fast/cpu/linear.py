@@ -29,7 +29,7 @@ from nmrun.fast.cpu.kernels.blocks import BlockMatrix, BlockTranspose
 from nmrun.fast.cpu.kernels.products import PackedMatrix
 from nmrun.fast.cpu.weight import PRODUCTS, PackedWeight, kernels_of, matrix_of
 from nmrun.fast.measurement import ONEDNN
-from nmrun.fast.operators import PACKED
+from nmrun.fast.operators import PACKED, operator
 from nmrun.patterns import COLUMNS, Pattern
 from nmrun.products.simulation import estimate, refuse_second_gradients
 
@@ -132,7 +132,10 @@ class BlockProducts(LinearProducts):
         return {part: getattr(made, part) for part in (*matrix.STORED, *matrix.DERIVED)}
 
 
-@torch.library.custom_op("nmrun::linear_cpu", mutates_args=())
+@operator(
+    "linear_cpu",
+    lambda x, weight, bias, forward, backward, gradient: x.new_empty(x.shape[0], weight.shape[0]),
+)
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, forward: list[Tensor], backward: list[Tensor],
     gradient: str,
@@ -144,12 +147,7 @@ def linear(
     return product
 
 
-@linear.register_fake
-def _(x, weight, bias, forward, backward, gradient):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-@torch.library.custom_op("nmrun::multiply_cpu", mutates_args=())
+@operator("multiply_cpu", lambda x, parts, rows: x.new_empty(x.shape[0], rows))
 def multiply(x: Tensor, parts: list[Tensor], rows: int) -> Tensor:
     """x S^T, (tokens, rows); of one part, the dense matrix (columns, rows), x S."""
     if len(parts) == 1:
@@ -159,12 +157,9 @@ def multiply(x: Tensor, parts: list[Tensor], rows: int) -> Tensor:
     return product
 
 
-@multiply.register_fake
-def _(x, parts, rows):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], rows)
-
-
-@torch.library.custom_op("nmrun::sampled_cpu", mutates_args=())
+@operator(
+    "sampled_cpu", lambda dz, x, parts: x.new_empty(dz.shape[1], x.shape[1], dtype=torch.float32)
+)
 def sampled(dz: Tensor, x: Tensor, parts: list[Tensor]) -> Tensor:
     """``dz^T x`` at the entries of a packed (outputs, inputs) matrix, zero elsewhere; float32."""
     matrix = matrix_of(parts, dz.shape[1], x.shape[1])
@@ -172,23 +167,16 @@ def sampled(dz: Tensor, x: Tensor, parts: list[Tensor]) -> Tensor:
     return gradient
 
 
-@sampled.register_fake
-def _(dz, x, parts):  # type: ignore[no-untyped-def]
-    return x.new_empty(dz.shape[1], x.shape[1], dtype=torch.float32)
-
-
-@torch.library.custom_op("nmrun::estimated_cpu", mutates_args=())
+@operator(
+    "estimated_cpu",
+    lambda estimated, x: x.new_empty(estimated.shape[1], x.shape[1], dtype=torch.float32),
+)
 def estimated_product(estimated: Tensor, x: Tensor) -> Tensor:
     """``E^T x`` with an estimate E (tokens, outputs) that is mostly 0; float32."""
     rows = estimated.float().t().contiguous()
     packed = PackedMatrix.empty(*rows.shape)
     products.pack(rows, packed)
     return products.multiply(x.float(), packed, turned=True)
-
-
-@estimated_product.register_fake
-def _(estimated, x):  # type: ignore[no-untyped-def]
-    return x.new_empty(estimated.shape[1], x.shape[1], dtype=torch.float32)
 
 
 def weight_gradient(dz: Tensor, x: Tensor, forward: list[Tensor], gradient: str) -> Tensor:

@@ -367,7 +367,7 @@ def _processor() -> str:
 def _version() -> str:
     packages = (resources.files(package) for package in ("nmrun.kernels", "nmrun.fast.cpu.kernels"))
     kernels = [f for package in packages for f in package.iterdir() if f.name.endswith(".c")]
-    here = [__file__, measurement.__file__, Path(__file__).with_name("activations.py")]
+    here = [__file__, str(measurement.__file__), str(Path(__file__).with_name("activations.py"))]
     return version([*sorted(kernels, key=lambda file: file.name), *map(Path, here)])
 
 
