@@ -54,16 +54,9 @@ def load_packed(path: Path | str, model: Model) -> Model:
             line.drop(dense)
             dense[line.name] = line.shape
         _same_model(model, dense)
-        if products.KERNELS.obstacle():
-            raise ValueError(
-                "packed layers need a C compiler (cc, gcc, clang or $CC); nmrun.fast.packed.load reads dense weights"
-            )
-        if any(line.scales(tensors) is not None for line in lines) and (
-            why := int8.KERNELS.obstacle()
-        ):
-            raise ValueError(
-                f"the file is of int8: {why}; nmrun.fast.packed.load reads dense weights"
-            )
+        rounded = any(line.scales(tensors) is not None for line in lines)
+        if why := (int8 if rounded else products).KERNELS.obstacle():
+            raise ValueError(f"packed layers: {why}; nmrun.fast.packed.load reads dense weights")
         layers = _layers(model, tensors, lines)
         names = {_stored(name) for name in layers}
         for line in lines:
@@ -91,14 +84,10 @@ def _same_model(model: nn.Module, shapes: dict[str, list[int]]) -> None:
         first = first_names.setdefault(id(parameter), name)
         if name not in shapes and first in shapes and not parameter.is_meta:
             expected.pop(name, None)
-    if odd := sorted(expected.keys() ^ shapes.keys()):
-        side = "this model" if odd[0] in shapes else "the file"
-        raise ValueError(f"the file is of another model: {side} has no {odd[0]}")
-    for name, shape in expected.items():
-        if shapes[name] != shape:
-            raise ValueError(
-                f"the file is of another model: {name} is {shapes[name]} there, {shape} here"
-            )
+    for name in sorted(expected.keys() | shapes.keys()):
+        there, here = shapes.get(name, "missing"), expected.get(name, "missing")
+        if there != here:
+            raise ValueError(f"the file is of another model: {name} is {there} there, {here} here")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type not in ("cpu", "meta"):
             raise ValueError(f"{name} is on {tensor.device}: packed layers are for the CPU")

@@ -244,12 +244,17 @@ def watched(hooks: Sequence[RemovableHandle], sample: Callable[[], object]) -> N
             hook.remove()
 
 
+NOTES = {  # what is said where some layer has a path
+    ONEDNN: "oneDNN's dense products where they are faster than torch's default",
+    FLOAT32: "attention in float32 where that is faster than in bfloat16",
+    PACKED_ACTIVATIONS: "products with packed activations in the steps that prune them",
+}
+
+
 def lines(choices: Sequence[Choice]) -> list[str]:
     """What was decided, for the reader: a table of the layers that were measured, or one line why
     none was.
     """
-    if not choices:
-        return []
     sparse = [choice for choice in choices if not choice.always_dense]
     accelerated = sum(choice.is_sparse for choice in choices)
     rows, report = choices, list[str]()
@@ -259,19 +264,11 @@ def lines(choices: Sequence[Choice]) -> list[str]:
         report.append("masks only: no N:M product is faster than dense")
     elif sparse:
         first, *others = dict.fromkeys(choice.reason for choice in sparse)
-        more = (
-            f" (and {len(others)} reasons more)"
-            if len(others) > 1
-            else "".join(f"; {o}" for o in others)
-        )
+        more = f" (and {len(others)} more reasons)" if others else ""
         report.append(f"masks only, nothing is accelerated: {first}{more}")
         rows = [choice for choice in choices if choice.always_dense]
-    if any(choice.path == ONEDNN for choice in choices):
-        report.append("oneDNN's dense products where they are faster than torch's default")
-    if any(choice.path == FLOAT32 for choice in choices):
-        report.append("attention in float32 where that is faster than in bfloat16")
-    if any(choice.path == PACKED_ACTIVATIONS for choice in choices):
-        report.append("products with packed activations in the steps that prune them")
+    taken = {choice.path for choice in choices}
+    report += [note for path, note in NOTES.items() if path in taken]
     groups: dict[tuple[str | None, object, str], list[str]] = {}
     for choice in rows:
         groups.setdefault((choice.path, choice.shape, choice.reason), []).append(choice.name)

@@ -15,6 +15,18 @@ from nmrun.products.simulation import compute_dtype
 PACKED = ("packed", 'nmrun.accelerate(handle, sample, "off") takes them back')
 
 
+def operator(name: str, empty: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function an operator that compilers and autograd know by its ``name``, and its result by
+    an ``empty`` one of the same operands."""
+
+    def made(function: Callable[..., Any]) -> Any:
+        operation = torch.library.custom_op(f"nmrun::{name}", function, mutates_args=())
+        operation.register_fake(empty)
+        return operation
+
+    return made
+
+
 def followed(
     x: Tensor, operator: Callable[..., Tensor], product: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:

@@ -4,13 +4,15 @@ reference in ``nmrun.sparsity.reference``.
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from nmrun.kernels import cpu
-from nmrun.kernels.comparison import agrees
 from nmrun.kernels.layout import LARGEST
 from nmrun.patterns import COLUMNS, Pattern
 
@@ -135,3 +137,19 @@ def on_cuda(device: torch.device, n: int, m: int) -> bool:
         return right(weight, expected, 1) and right(weight.t(), expected.t(), 0)
 
     return agrees(f"Triton's {n}:{m} projection", device, compare, "the reference")
+
+
+def agrees(kernel: str, device: torch.device, compare: Callable[[], bool], instead: str) -> bool:
+    """Whether ``compare`` finds the kernel right. Where it does not, or raises whatever a compiler
+    or a driver can say, the log says that ``instead`` is taken. Without Triton, False."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        right, trouble = compare(), "wrong numbers"
+    except Exception as error:
+        right, trouble = False, f"{type(error).__name__}: {error}"
+    if not right:
+        logging.getLogger(__name__).warning(
+            "%s is not used on %s, %s is (%s)", kernel, device, instead, trouble
+        )
+    return right

@@ -35,6 +35,7 @@ from nmrun.fast.measurement import (
     is_faster,
     watched,
 )
+from nmrun.fast.operators import operator
 from nmrun.patterns import Pattern
 from nmrun.products.layer import Layer
 from nmrun.products.simulation import compute_dtype
@@ -87,7 +88,7 @@ def packed(matrix: Tensor, turned: bool = False) -> list[PackedMatrix]:
     return matrices
 
 
-@torch.library.custom_op("nmrun::reads_cpu", mutates_args=())
+@operator("reads_cpu", lambda z, weight, bias: z.new_empty(len(z), len(weight)))
 def reads(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``z W^T + bias`` (tokens, outputs), with z (tokens, features), mostly 0; its gradient where z
     is 0 is 0."""
@@ -96,12 +97,7 @@ def reads(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y.add_(bias)
 
 
-@reads.register_fake
-def _(z, weight, bias):  # type: ignore[no-untyped-def]
-    return z.new_empty(len(z), len(weight))
-
-
-@torch.library.custom_op("nmrun::reads_back_cpu", mutates_args=())
+@operator("reads_back_cpu", lambda z, weight, dy: (z.new_empty(z.shape), z.new_empty(weight.shape)))
 def reads_back(z: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """dZ (tokens, features) and dW (outputs, features)."""
     rows, turned = packed(z, turned=True)
@@ -109,12 +105,7 @@ def reads_back(z: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     return dz, products.multiply(dy, turned, turned=True).t().contiguous()
 
 
-@reads_back.register_fake
-def _(z, weight, dy):  # type: ignore[no-untyped-def]
-    return z.new_empty(z.shape), z.new_empty(weight.shape)
-
-
-@torch.library.custom_op("nmrun::feeds_cpu", mutates_args=())
+@operator("feeds_cpu", lambda x, weight, bias, by_onednn: x.new_empty(len(x), len(weight)))
 def feeds(x: Tensor, weight: Tensor, bias: Tensor | None, by_onednn: bool) -> Tensor:
     """``x V^T + bias`` (tokens, features), whose gradient is mostly 0."""
     if by_onednn:
@@ -122,22 +113,12 @@ def feeds(x: Tensor, weight: Tensor, bias: Tensor | None, by_onednn: bool) -> Te
     return nn.functional.linear(x, weight, bias)
 
 
-@feeds.register_fake
-def _(x, weight, bias, by_onednn):  # type: ignore[no-untyped-def]
-    return x.new_empty(len(x), len(weight))
-
-
-@torch.library.custom_op("nmrun::feeds_back_cpu", mutates_args=())
+@operator("feeds_back_cpu", lambda db, x, weight: (x.new_empty(x.shape), x.new_empty(weight.shape)))
 def feeds_back(db: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """dX (tokens, inputs) and dV (features, inputs)."""
     rows, turned = packed(db, turned=True)
     dx = products.multiply(weight, rows, turned=True)
     return dx, products.multiply(x, turned, turned=True)
-
-
-@feeds_back.register_fake
-def _(db, x, weight):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape), x.new_empty(weight.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

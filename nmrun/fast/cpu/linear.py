@@ -7,8 +7,7 @@ know.
     dX = dZ V       sparse: V^T is packed too, and needs no pattern; V is W unless the recipe has
                     another
     dW = dZ^T X     dense, by torch or by oneDNN; the kept entries alone where the recipe masks the
-                    gradients of pruned weights; with MVUE E^T X with the N:M estimate E of dZ,
-                    sparse
+                    gradients of pruned weights; with MVUE E^T X with the N:M estimate E of dZ
 
 :class:`Bf16Products` does so in bfloat16 (``nmrun.fast.cpu.kernels.bf16``), :class:`Bf16Forward` the
 forward product alone: where many weights are kept, the transpose fills its slots too unevenly.
@@ -23,23 +22,24 @@ import torch
 from torch import Tensor
 
 from nmrun.fast.cpu import onednn
-from nmrun.fast.cpu.kernels import bf16, blocks, products
+from nmrun.fast.cpu.kernels import bf16, blocks
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.blocks import BlockMatrix, BlockTranspose
-from nmrun.fast.cpu.kernels.products import PackedMatrix
 from nmrun.fast.cpu.weight import PRODUCTS, PackedWeight, kernels_of, matrix_of
 from nmrun.fast.measurement import ONEDNN
-from nmrun.fast.operators import PACKED
+from nmrun.fast.operators import PACKED, operator
 from nmrun.patterns import COLUMNS, Pattern
 from nmrun.products.simulation import estimate, refuse_second_gradients
+
+DENSE, SAMPLED = "dense", "sampled"  # ways to compute a weight gradient, beside ONEDNN
 
 
 class LinearProducts(PackedWeight):
     """The packed weight of one layer, (outputs, inputs) = ``shape``. Values and sums are float32 with
     either ``dtype`` of the products.
 
-    ``gradient_is_faster``: the sparse ways to compute the weight gradient beat the dense one, which is
-    computed by ``dense``, that is torch (``dense``) or ``onednn``.
+    ``gradient_is_faster``: the kept entries of the weight gradient take less time than the dense one,
+    which is computed by ``dense``, that is torch (``dense``) or ``onednn``.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class LinearProducts(PackedWeight):
         dtype: torch.dtype,
         pattern: Pattern,
         gradient_is_faster: bool = False,
-        dense: str = "dense",
+        dense: str = DENSE,
     ) -> None:
         self.pattern = pattern
         super().__init__(shape)
@@ -75,21 +75,16 @@ class LinearProducts(PackedWeight):
         # a backward pass of an earlier step raises, as with a dense weight
         torch.autograd.graph.increment_version(list(self.buffers()))
         sampled = masked and self.gradient_is_faster and count == self.full
-        self.gradient = "sampled" if sampled else self.dense
+        self.gradient = SAMPLED if sampled else self.dense
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, mvue: Pattern | None = None
     ) -> Tensor:
         """x (..., inputs) to (..., outputs). ``weight`` is not read: it receives the gradient."""
         x = x.to(self.dtype)
-        gradient = self.gradient
-        if mvue is not None:
-            gradient = f"{'sparse' if self.gradient_is_faster else 'dense'} {mvue}"
-        z = linear(
-            *(x.reshape(-1, x.shape[-1]), weight, bias),
-            *map(self.parts, PRODUCTS),
-            gradient,
-        )
+        gradient = self.gradient if mvue is None else str(mvue)
+        flat = x.reshape(-1, x.shape[-1])
+        z = linear(flat, weight, bias, *map(self.parts, PRODUCTS), gradient)
         return z.view(*x.shape[:-1], z.shape[-1])
 
 
@@ -132,24 +127,22 @@ class BlockProducts(LinearProducts):
         return {part: getattr(made, part) for part in (*matrix.STORED, *matrix.DERIVED)}
 
 
-@torch.library.custom_op("nmrun::linear_cpu", mutates_args=())
+@operator(
+    "linear_cpu",
+    lambda x, weight, bias, forward, backward, gradient: x.new_empty(x.shape[0], weight.shape[0]),
+)
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, forward: list[Tensor], backward: list[Tensor],
     gradient: str,
 ) -> Tensor:  # fmt: skip
     """``x W^T + bias``, (tokens, outputs); ``gradient`` is how dW is computed: ``dense``,
-    ``onednn``, ``sampled``, or ``dense N:M`` and ``sparse N:M`` of an estimate."""
+    ``onednn``, ``sampled``, or N:M for that of an estimate."""
     matrix = matrix_of(forward, weight.shape[0], weight.shape[1])
     product: Tensor = kernels_of(matrix).multiply(x, matrix, bias)
     return product
 
 
-@linear.register_fake
-def _(x, weight, bias, forward, backward, gradient):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-@torch.library.custom_op("nmrun::multiply_cpu", mutates_args=())
+@operator("multiply_cpu", lambda x, parts, rows: x.new_empty(x.shape[0], rows))
 def multiply(x: Tensor, parts: list[Tensor], rows: int) -> Tensor:
     """x S^T, (tokens, rows); of one part, the dense matrix (columns, rows), x S."""
     if len(parts) == 1:
@@ -159,12 +152,9 @@ def multiply(x: Tensor, parts: list[Tensor], rows: int) -> Tensor:
     return product
 
 
-@multiply.register_fake
-def _(x, parts, rows):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], rows)
-
-
-@torch.library.custom_op("nmrun::sampled_cpu", mutates_args=())
+@operator(
+    "sampled_cpu", lambda dz, x, parts: x.new_empty(dz.shape[1], x.shape[1], dtype=torch.float32)
+)
 def sampled(dz: Tensor, x: Tensor, parts: list[Tensor]) -> Tensor:
     """``dz^T x`` at the entries of a packed (outputs, inputs) matrix, zero elsewhere; float32."""
     matrix = matrix_of(parts, dz.shape[1], x.shape[1])
@@ -172,36 +162,14 @@ def sampled(dz: Tensor, x: Tensor, parts: list[Tensor]) -> Tensor:
     return gradient
 
 
-@sampled.register_fake
-def _(dz, x, parts):  # type: ignore[no-untyped-def]
-    return x.new_empty(dz.shape[1], x.shape[1], dtype=torch.float32)
-
-
-@torch.library.custom_op("nmrun::estimated_cpu", mutates_args=())
-def estimated_product(estimated: Tensor, x: Tensor) -> Tensor:
-    """``E^T x`` with an estimate E (tokens, outputs) that is mostly 0; float32."""
-    rows = estimated.float().t().contiguous()
-    packed = PackedMatrix.empty(*rows.shape)
-    products.pack(rows, packed)
-    return products.multiply(x.float(), packed, turned=True)
-
-
-@estimated_product.register_fake
-def _(estimated, x):  # type: ignore[no-untyped-def]
-    return x.new_empty(estimated.shape[1], x.shape[1], dtype=torch.float32)
-
-
 def weight_gradient(dz: Tensor, x: Tensor, forward: list[Tensor], gradient: str) -> Tensor:
     """dW (outputs, inputs) as ``gradient`` of :func:`linear` says."""
-    if gradient == "sampled":
+    if gradient == SAMPLED:
         return sampled(dz, x, forward)
     if gradient == ONEDNN:
         return onednn.product(dz.t(), x.t())
-    how, _, pattern = gradient.partition(" ")
-    if pattern:
-        dz = estimate(dz, Pattern.parse(pattern))
-        if how == "sparse":
-            return estimated_product(dz, x)
+    if gradient != DENSE:
+        dz = estimate(dz, Pattern.parse(gradient))
     return dz.t() @ x
 
 

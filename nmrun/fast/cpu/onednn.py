@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.cpu.packed_linear import check_operands
 from nmrun.fast.measurement import FASTER, ONEDNN, Times
-from nmrun.fast.operators import keep_dtypes, over_tokens
+from nmrun.fast.operators import keep_dtypes, operator, over_tokens
 from nmrun.kernels.layout import has_memory, is_transformed
 from nmrun.products.simulation import compute_dtype
 from nmrun.sparsity.layers import is_plain_linear, of_one_input
@@ -121,18 +121,13 @@ class _Product(torch.autograd.Function):
         )
 
 
-@torch.library.custom_op("nmrun::product_onednn", mutates_args=())
+@operator("product_onednn", lambda a, b, bias=None: a.new_empty(a.shape[0], b.shape[0]))
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """``a b^T + bias``, (m, n), with a (m, k) and b (n, k), by rows or by columns."""
     # slices of columns are slow, and gradients may come expanded
     a, b = (t if t.is_contiguous() or t.t().is_contiguous() else t.contiguous() for t in (a, b))
     result: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
     return result
-
-
-@product.register_fake
-def _(a, b, bias=None):  # type: ignore[no-untyped-def]
-    return a.new_empty(a.shape[0], b.shape[0])
 
 
 # --- layers for inference with a copy of the weight ----------------------------------------------
@@ -233,14 +228,9 @@ def _product_of_copy(x: Tensor, weight: Tensor, bias: Tensor | None, number: int
     return result
 
 
-@torch.library.custom_op("nmrun::onednn_linear", mutates_args=())
+@operator("onednn_linear", lambda x, weight, bias, number: x.new_empty(x.shape[0], weight.shape[0]))
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
     return _product_of_copy(x.detach(), weight, bias, number)
-
-
-@onednn_linear.register_fake
-def _(x, weight, bias, number):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], weight.shape[0])
 
 
 onednn_linear.register_autograd(
@@ -337,14 +327,9 @@ def _int8_product(x: Tensor, weight: Tensor, scales: Tensor, number: int) -> Ten
     return result.to(x.dtype)
 
 
-@torch.library.custom_op("nmrun::dense_int8", mutates_args=())
+@operator("dense_int8", lambda x, weight, scales, number: x.new_empty(x.shape[0], weight.shape[0]))
 def dense_int8(x: Tensor, weight: Tensor, scales: Tensor, number: int) -> Tensor:
     return _int8_product(x.detach(), weight, scales, number)
-
-
-@dense_int8.register_fake
-def _(x, weight, scales, number):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], weight.shape[0])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

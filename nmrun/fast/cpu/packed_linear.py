@@ -17,7 +17,7 @@ from nmrun.fast.cpu.kernels.blocks import BlockMatrix, Int8BlockMatrix
 from nmrun.fast.cpu.kernels.int8 import Int8Matrix
 from nmrun.fast.cpu.kernels.tiles import TiledMatrix
 from nmrun.fast.cpu.packed_layer import PackedLayer, check_input
-from nmrun.fast.operators import over_tokens
+from nmrun.fast.operators import operator, over_tokens
 
 
 class PackedLinear(PackedLayer):
@@ -191,28 +191,18 @@ def _product(
     return layer.multiply(x, layer.MATRIX(*parts, *shape), bias)
 
 
-@torch.library.custom_op("nmrun::packed_linear", mutates_args=())
+@operator("packed_linear", lambda x, parts, bias, shape, kind: x.new_empty(x.shape[0], shape[0]))
 def packed_linear(
     x: Tensor, parts: list[Tensor], bias: Tensor | None, shape: Sequence[int], kind: str
 ) -> Tensor:
     return _product(x.detach(), parts, bias, shape, kind)
 
 
-@packed_linear.register_fake
-def _(x, parts, bias, shape, kind):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], shape[0])
-
-
-@torch.library.custom_op("nmrun::unpacked", mutates_args=())
+@operator("unpacked", lambda parts, shape, kind: parts[0].new_empty(shape, dtype=torch.float32))
 def unpacked(parts: list[Tensor], shape: Sequence[int], kind: str) -> Tensor:
     """A packed weight with its zeros, float32."""
     dense: Tensor = LAYERS[kind].MATRIX(*parts, *shape).dense()
     return dense.float()
-
-
-@unpacked.register_fake
-def _(parts, shape, kind):  # type: ignore[no-untyped-def]
-    return parts[0].new_empty(shape, dtype=torch.float32)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

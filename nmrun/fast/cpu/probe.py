@@ -41,7 +41,6 @@ from nmrun.patterns import Pattern
 from nmrun.products import layer
 from nmrun.products.attention import DotProductAttention
 from nmrun.products.layer import Phase
-from nmrun.products.simulation import estimate
 from nmrun.sparsity.masks import hard_threshold
 from nmrun.sparsity.weight import SparseWeight
 
@@ -61,8 +60,8 @@ ENOUGH = 1.0  # seconds of one product's rounds after which three are enough
 class LinearShape:
     """A linear layer in training: rows = outputs, columns = inputs, tokens of one micro-batch.
 
-    ``pattern``: None for a layer that is always dense. ``mvue``: the pattern of an estimate of the
-    output's gradient along the tokens, or None.
+    ``pattern``: None for a layer that is always dense. ``mvue``: the weight gradient is of an
+    estimate, which oneDNN does not compute.
     """
 
     rows: int
@@ -70,7 +69,7 @@ class LinearShape:
     tokens: int
     dtype: torch.dtype
     pattern: Pattern | None
-    mvue: Pattern | None = None
+    mvue: bool = False
 
     @property
     def multiplications(self) -> int:
@@ -81,7 +80,7 @@ class LinearShape:
     def paths(self) -> tuple[str, ...]:
         """What is tried."""
         paths = ["dense"]
-        if self.dtype == torch.float32 and self.mvue is None and onednn.available():
+        if self.dtype == torch.float32 and not self.mvue and onednn.available():
             paths.append(ONEDNN)
         if self.pattern:
             paths.append("packed")
@@ -90,9 +89,7 @@ class LinearShape:
         return tuple(paths)
 
     def __str__(self) -> str:
-        kinds = (f" {self.pattern}" if self.pattern else "") + (
-            f" mvue {self.mvue}" if self.mvue else ""
-        )
+        kinds = (f" {self.pattern}" if self.pattern else "") + (" mvue" if self.mvue else "")
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.columns} to {self.rows}, {self.tokens} tokens, {dtype}{kinds}"
 
@@ -231,19 +228,15 @@ def _of_linear(shape: LinearShape) -> dict[str, Times]:
     if shape.pattern is not None:
         weight = hard_threshold(weight, shape.pattern, 1).contiguous()
     low, x, dz, low_bias = (t.to(shape.dtype) for t in (weight, x, dz, bias))
-    estimated = dz
-    if shape.mvue is not None:
-        with torch.random.fork_rng(devices=[]):  # those of the training stay
-            estimated = estimate(dz, shape.mvue)
     # forward product, input gradient and weight gradient by each path
     calls: dict[str, tuple[Callable[[], Tensor], ...]] = {
         "dense": (
             lambda: functional.linear(x, weight.to(shape.dtype), low_bias),  # as autocast does
             lambda: dz @ low,
-            lambda: estimated.t() @ x,
+            lambda: dz.t() @ x,
         )
     }
-    whole = estimated.float().t() @ x.float()
+    whole = dz.float().t() @ x.float()
 
     def exact(used: Tensor, gradient: Tensor) -> list[Tensor]:
         used = used.float()
@@ -258,18 +251,17 @@ def _of_linear(shape: LinearShape) -> dict[str, Times]:
             lambda: onednn.product(dz.t(), x.t()),
         )
     if shape.pattern is not None:
-        sampled = whole if shape.mvue else whole * (weight != 0)
         for name in shape.paths:
             if name in LINEAR:
                 packed = LINEAR[name]((shape.rows, shape.columns), shape.dtype, shape.pattern)
                 packed.write(weight, None)
-                calls[name] = _packed(packed, shape, weight, x, dz, bias, estimated)
+                calls[name] = _packed(packed, weight, x, dz, bias)
                 # a product is right within the rounding of its own result, so of what it rounds first
-                gradient = sampled
-                if isinstance(packed, BlockProducts) and not shape.mvue:
-                    columns = blocks.kept_columns(weight != 0, packed.height)
-                    gradient = whole * columns.repeat_interleave(packed.height, 0)
-                expected[name] = exact(low if name in LOW else weight, gradient)
+                kept = weight != 0
+                if isinstance(packed, BlockProducts):
+                    columns = blocks.kept_columns(kept, packed.height)
+                    kept = columns.repeat_interleave(packed.height, 0)
+                expected[name] = exact(low if name in LOW else weight, whole * kept)
                 _, pack[name] = side_by_side(
                     lambda: None, functools.partial(packed.write, weight, None)
                 )
@@ -321,20 +313,13 @@ def timed(
 
 
 def _packed(
-    packed: LinearProducts, shape: LinearShape, weight: Tensor, x: Tensor, dz: Tensor, bias: Tensor,
-    estimated: Tensor,
-) -> tuple[Callable[[], Tensor], ...]:  # fmt: skip
+    packed: LinearProducts, weight: Tensor, x: Tensor, dz: Tensor, bias: Tensor
+) -> tuple[Callable[[], Tensor], ...]:
     forward, backward = map(packed.parts, PRODUCTS)
-
-    def dw() -> Tensor:
-        if shape.mvue is not None:
-            return linear.estimated_product(estimated, x)
-        return linear.sampled(dz, x, forward)
-
     return (
-        lambda: linear.linear(x, weight, bias, forward, backward, "dense"),
-        lambda: linear.multiply(dz, backward, shape.columns),
-        dw,
+        lambda: linear.linear(x, weight, bias, forward, backward, linear.DENSE),
+        lambda: linear.multiply(dz, backward, x.shape[1]),
+        lambda: linear.sampled(dz, x, forward),
     )
 
 
@@ -367,7 +352,7 @@ def _processor() -> str:
 def _version() -> str:
     packages = (resources.files(package) for package in ("nmrun.kernels", "nmrun.fast.cpu.kernels"))
     kernels = [f for package in packages for f in package.iterdir() if f.name.endswith(".c")]
-    here = [__file__, measurement.__file__, Path(__file__).with_name("activations.py")]
+    here = [__file__, str(measurement.__file__), str(Path(__file__).with_name("activations.py"))]
     return version([*sorted(kernels, key=lambda file: file.name), *map(Path, here)])
 
 
@@ -401,7 +386,7 @@ def eligible(
         except ValueError as error:
             return str(error), None
     else:
-        mvue = None if weight.layer is None else weight.layer.mvue
+        mvue = weight.layer is not None and weight.layer.mvue is not None
         rows, columns = weight.shape if weight.dim == 1 else reversed(weight.shape)
         tokens = inputs.numel() // max(1, inputs[-1])
         pattern = weight.pattern if blocks.height_in(weight.pattern) else weight.pattern.by_rows

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from nmrun.fast.gpu import semi_structured
 from nmrun.fast.measurement import on
-from nmrun.fast.operators import PACKED, keep_dtypes, over_tokens
+from nmrun.fast.operators import PACKED, keep_dtypes, operator, over_tokens
 from nmrun.patterns import Pattern
 from nmrun.products.simulation import estimate, refuse_second_gradients
 
@@ -100,7 +100,12 @@ class SemiStructuredProducts(nn.Module):
         return z.view(*x.shape[:-1], z.shape[-1])
 
 
-@torch.library.custom_op("nmrun::linear24", mutates_args=())
+@operator(
+    "linear24",
+    lambda x, weight, bias, forward, backward, path, input_path, mvue: x.new_empty(
+        x.shape[0], weight.shape[0]
+    ),
+)
 def linear24(
     x: Tensor, weight: Tensor, bias: Tensor | None, forward: list[Tensor], backward: list[Tensor],
     path: str, input_path: str | None, mvue: str | None,
@@ -133,17 +138,9 @@ def _multiplied(x: Tensor, parts: list[Tensor], path: str, bias: Tensor | None) 
         return semi_structured.named(kind).multiply(x, parts, bias)
 
 
-multiply24 = torch.library.custom_op("nmrun::multiply24", _product, mutates_args=())
-
-
-@linear24.register_fake
-def _(x, weight, bias, forward, backward, path, input_path, mvue):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-@multiply24.register_fake
-def _(x, parts, rows, path, bias=None):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], rows)
+multiply24 = operator(
+    "multiply24", lambda x, parts, rows, path, bias=None: x.new_empty(len(x), rows)
+)(_product)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

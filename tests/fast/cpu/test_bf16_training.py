@@ -111,21 +111,6 @@ def test_another_weight_for_the_input_gradient(kind: type[Bf16Products]) -> None
     near(x.grad, dz.double() @ other.bfloat16().double(), 0.003)
 
 
-def test_mvue_is_computed_from_the_estimate() -> None:
-    p = Pattern(2, 4)
-    w, x, dz = hard_threshold(normal(8, 16), p, 1), normal(30, 16), normal(30, 8).bfloat16()
-    gradients = []
-    for faster in (False, True):
-        packed = Bf16Products((8, 16), torch.bfloat16, p, faster)
-        packed.write(w, None)
-        weight = w.clone().requires_grad_()
-        torch.manual_seed(5)
-        packed(x, weight, None, Pattern(1, 4)).backward(dz)
-        gradients.append(weight.grad)
-    near(*gradients, 0.01)
-    assert float((gradients[0] - dz.float().t() @ x).norm()) > 1
-
-
 @pytest.mark.parametrize("tiny", [0.0, 1e-42])
 def test_a_kept_weight_that_is_zero_gets_its_gradient(tiny: float) -> None:
     """The packed matrix does not know it from a pruned one, nor one that is rounded to zero."""
@@ -155,13 +140,11 @@ def test_operators_are_as_torch_wants_them() -> None:
 
 
 def test_the_probe_finds_them_right() -> None:
-    for mvue in (None, Pattern(2, 4)):
-        shape = probe.LinearShape(64, 36, 70, torch.bfloat16, Pattern(2, 4), mvue)
-        times = probe.measured(shape)
-        assert set(times) == {"dense", "packed", BF16, BF16_FORWARD}
-        for path in (BF16, BF16_FORWARD):
-            assert not times[path].wrong
-            assert min(times[path].pack, times[path].forward, times[path].weight_gradient) > 0
+    times = probe.measured(probe.LinearShape(64, 36, 70, torch.bfloat16, Pattern(2, 4)))
+    assert set(times) == {"dense", "packed", BF16, BF16_FORWARD}
+    for path in (BF16, BF16_FORWARD):
+        assert not times[path].wrong
+        assert min(times[path].pack, times[path].forward, times[path].weight_gradient) > 0
     blocks = probe.measured(probe.LinearShape(64, 64, 70, torch.bfloat16, Pattern.parse("32:4:16")))
     assert set(blocks) == {"dense", "packed", BF16, BF16_FORWARD, BF16_BLOCKS}
     assert not blocks[BF16_BLOCKS].wrong

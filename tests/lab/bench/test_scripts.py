@@ -6,7 +6,6 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-import operands
 import pytest
 import torch
 from torch import Tensor
@@ -49,25 +48,6 @@ def test_an_update_is_the_same_in_one_pass_and_apart(script: Any, recipe: str) -
     # rounded apart, numbers of nearly one size may change places
     assert float((~torch.isclose(*weights)).float().mean()) < 1e-4
     assert int((weights[0].reshape(-1, 4) != 0).sum(1).max()) == 2
-
-
-def test_the_dense_product_of_fp8_is_that_of_rounded_numbers(
-    script: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Summed as fast as the sparse ones are."""
-    product = torch._scaled_mm
-    monkeypatch.setattr(
-        torch, "_scaled_mm", lambda *o, use_fast_accum, **how: product(*o, **how) * use_fast_accum
-    )
-    x, weight = operands.normal(16, 32).bfloat16(), operands.normal(48, 32, seed=1).bfloat16()
-
-    def rounded(x: Tensor) -> Tensor:
-        scale = torch.finfo(torch.float8_e4m3fn).max / x.float().abs().max()
-        return (x.float() * scale).to(torch.float8_e4m3fn).double() / scale.double()
-
-    z = script("gpu_products").dense(weight, x, True)()
-    expected = rounded(x) @ rounded(weight).t()
-    torch.testing.assert_close(z.double(), expected, rtol=2**-7, atol=2**-7 * expected.std().item())
 
 
 @pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler works here")

@@ -138,27 +138,15 @@ def pack(matrix: Tensor, into: Bf16Matrix, turned: bool = False) -> int:
     shape = (int(turned), matrix.shape[1], into.rows, into.columns, BEGIN, END)
     memory = (into.values.data_ptr(), into.index.data_ptr())
     nonzeros = torch.empty(into.taps, tiles, dtype=torch.int32)
-    taps = [
-        (
-            matrix.data_ptr() + 4 * tap * across,
-            count.data_ptr(),
-            start.data_ptr(),
-            number.data_ptr(),
-        )
-        for tap, (count, start, number) in enumerate(
-            zip(
-                into.counts.chunk(into.taps),
-                into.start[:-1].chunk(into.taps),
-                nonzeros,
-                strict=True,
-            )
-        )
-    ]
-    for source, counts, _, number in taps:
-        in_parts(library.nm_bf16_count, (source, *shape, counts, number), tiles, size)
+    counts, starts = into.counts.chunk(into.taps), into.start[:-1].chunk(into.taps)
+    sources = [matrix.data_ptr() + 4 * tap * across for tap in range(into.taps)]
+    for tap, source in enumerate(sources):
+        to = (counts[tap].data_ptr(), nonzeros[tap].data_ptr())
+        in_parts(library.nm_bf16_count, (source, *shape, *to), tiles, size)
     into.start[1:] = into.counts.sum(2, dtype=torch.int32).flatten().cumsum(0)
-    for source, counts, start, _ in taps:
-        in_parts(library.nm_bf16_fill, (source, *shape, counts, start, *memory), tiles, size)
+    for tap, source in enumerate(sources):
+        of = (counts[tap].data_ptr(), starts[tap].data_ptr())
+        in_parts(library.nm_bf16_fill, (source, *shape, *of, *memory), tiles, size)
     return int(nonzeros.sum())
 
 

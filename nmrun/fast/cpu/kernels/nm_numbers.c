@@ -20,10 +20,7 @@ static inline __m256i rounded(__m512 v) { /* to bfloat16, ties to even; a NaN st
 #if defined(__AVX512BF16__)
   return (__m256i)_mm512_cvtneps_pbh(v);
 #else
-  __m512i b = (__m512i)v;
-  b = _mm512_add_epi32(b, _mm512_add_epi32(_mm512_set1_epi32(0x7fff), _mm512_and_si512(_mm512_srli_epi32(b, 16), _mm512_set1_epi32(1))));
-  b = _mm512_mask_mov_epi32(b, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(b, 16));
+  return (__m256i)narrowed((vec)v);
 #endif
 }
 

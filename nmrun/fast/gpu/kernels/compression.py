@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from nmrun.kernels.comparison import agrees
+from nmrun.kernels.projection import agrees
 
 # compared once, in whole tiles; kernels differ where 16 divides the groups of a row and where not
 SHAPES = ((128, 256), (64, 160))
