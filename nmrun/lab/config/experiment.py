@@ -168,8 +168,10 @@ def _read(word: str, content: Any) -> Experiment:
     _known("key of report", report, REPORT)
     _known("figure", [each.partition(" ")[0] for each in report.get("figures", [])], FIGURES)
     _known("scale", content["scales"], SCALES)
-    sweep = content["sweep"]
-    by_scale = sweep if isinstance(sweep, dict) else dict.fromkeys(content["scales"], sweep)
+    sweep: Any = content["sweep"]
+    by_scale: dict[str, Any] = (
+        sweep if isinstance(sweep, dict) else dict.fromkeys(content["scales"], sweep)
+    )
     if by_scale.keys() != content["scales"].keys():
         raise ValueError(f"sweep: one for each of {', '.join(content['scales'])}, or one for all")
     return Experiment(

@@ -83,8 +83,8 @@ def _read_texts(written: Any, plain: dict[str, Any]) -> None:
     """Read a text that an interpolation gave, as ``${oc.env:LR}`` does, as on the command line: where
     the key takes no such text."""
     for group, checks in ranges(plain).items() if "${" in str(written) else ():
-        before, after = (tree.get(group) if group else tree for tree in (written, plain))
-        for key, check in checks.items():
+        before, after = (tree[group] if group else tree for tree in (written, plain))
+        for key, check in checks.items() if isinstance(before, dict) else ():
             text, value = before.get(key), after.get(key)
             given = isinstance(text, str) and "${" in text and isinstance(value, str)
             if given and check is not None and not check.holds(value):
