@@ -430,7 +430,7 @@ VERBS = {
     "doctor --nosuch": "unrecognized arguments",
     "prepare": "required",
     "prepare nosuch --out x": "invalid choice",
-    "prepare parallel --out x": "missing",
+    "prepare parallel --out x": "it takes --train, --valid, --test",
     "ratios": "required: run",
     "ratios nowhere": "nowhere",
     "ratios .": "finished run",
