@@ -82,7 +82,9 @@ def _main(argv: list[str]) -> int:
     if argv and _is_verb(argv[0], argv[1:]):
         return _run(argv[0], argv[1:])
     if "--help" in argv or "-h" in argv:
-        return explain([])
+        words = [word for word in argv if word not in ("--help", "-h")]
+        place = _help_parser().parse_known_args(words)[0].config_dir
+        return explain([] if place is None else ["--config-dir", place])
     if "--version" in argv:  # Hydra's own --version prints Hydra's version
         print(f"nmrun {nmrun.__version__}")
         return 0
@@ -127,6 +129,19 @@ def _is_verb(word: str, following: Sequence[str] = ()) -> bool:
 
 
 def explain(argv: list[str]) -> int:
+    options = _help_parser().parse_intermixed_args(argv)
+    if options.topic and options.topic[0] in all_verbs():
+        return _run(options.topic[0], ["--help"])
+    from nmrun.lab.config import reference
+
+    if not options.topic:
+        print(reference.overview(options.config_dir))
+    for topic in options.topic:
+        print(reference.about(topic, options.config_dir, all_verbs()))
+    return 0
+
+
+def _help_parser() -> arguments.Parser:
     parser = arguments.Parser(
         prog="nmrun help", description="What a word of the command line means."
     )
@@ -138,13 +153,4 @@ def explain(argv: list[str]) -> int:
         "without it, what nmrun --help says",
     )
     parser.add_argument("--config-dir", "-cd", help="a folder of more configs")
-    options = parser.parse_intermixed_args(argv)
-    if options.topic and options.topic[0] in all_verbs():
-        return _run(options.topic[0], ["--help"])
-    from nmrun.lab.config import reference
-
-    if not options.topic:
-        print(reference.overview(options.config_dir))
-    for topic in options.topic:
-        print(reference.about(topic, options.config_dir, all_verbs()))
-    return 0
+    return parser

@@ -509,6 +509,8 @@ OWN = {
     "--config-dir mine recipe=itself": "defaults: a file of yours names itself there",
     "help recipe --config-dir mine": "bytes.yaml: not a text in UTF-8",
     "help tabel": "did you mean table?",
+    "--config-dir nowhere --help": "--config-dir nowhere: no such folder",
+    "--help --config-dir": "expected one argument",
     "help recipe=ste --config-dir nowhere": "--config-dir nowhere: no such folder",
 }
 
