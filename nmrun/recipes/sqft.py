@@ -50,6 +50,7 @@ class SQFT(AddedParameters):
             keep_mask(weight, self.choose(weight))
             weight.dense.masked_fill_(~weight["mask"], 0.0)
             weight["base"] = weight.dense.clone()
+        self._versions: dict[str, tuple[Tensor, int]] = {}  # as the last step wrote them
         seed, place = drawn_seed(), {w.name: number for number, w in enumerate(weights)}
 
         def first(weight: SparseWeight) -> dict[str, Tensor]:
@@ -76,9 +77,12 @@ class SQFT(AddedParameters):
     ) -> None:
         self.join(optimizer)
         for weight in weights:
-            product = self._product(weight)
-            if not torch.equal(weight.dense, weight["base"] + product):  # written from outside
-                weight["base"].copy_(weight.dense * weight["mask"] - product)
+            tensor, version = self._versions.get(weight.name, (None, 0))
+            # another tensor was loaded or taken over, or this one was written
+            if tensor is not weight.dense or version != weight.dense._version:
+                product = self._product(weight)
+                if not torch.equal(weight.dense, weight["base"] + product):
+                    weight["base"].copy_(weight.dense * weight["mask"] - product)
             if weight.grad is not None:
                 gradient = self.alpha / self.rank * _matrix(weight, weight.grad * weight["mask"])
                 up, down = (self.parameter(weight, key) for key in ("up", "down"))
@@ -89,7 +93,8 @@ class SQFT(AddedParameters):
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         self.part(optimizer)
         for weight in weights:
-            torch.add(weight["base"], self._product(weight), out=weight.dense)
+            dense = torch.add(weight["base"], self._product(weight), out=weight.dense)
+            self._versions[weight.name] = dense, dense._version
 
 
 def _matrix(weight: SparseWeight, tensor: Tensor) -> Tensor:
