@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels import blocks
-from nmrun.fast.cpu.kernels.blocks import DEEP, PANEL, TILE, WORTH
+from nmrun.fast.cpu.kernels.blocks import DEEP, PANEL, TILE
 from nmrun.kernels.compiler import address, in_tokens_or_rows
 
 BITS = 1 << torch.arange(DEEP)
@@ -47,8 +47,7 @@ class BitmapMatrix:
         shape = (-(-rows // TILE), -(-columns // DEEP), TILE)
         if masks.shape != shape or masks.dtype != torch.int32:
             raise ValueError(f"{list(masks.shape)} masks are not those of {rows} x {columns}")
-        kept = _bits(masks)
-        start = F.pad(kept.sum((1, 2, 3)).cumsum(0), (1, 0))
+        start = F.pad(_bits(masks).sum((1, 2, 3)).cumsum(0), (1, 0))
         if values.shape != (int(start[-1]),) or values.dtype != torch.bfloat16:
             about = f"{list(values.shape)} {values.dtype} values"
             raise ValueError(f"{about} where the masks have {int(start[-1])} bits")
@@ -89,8 +88,8 @@ def multiply(x: Tensor, matrix: BitmapMatrix, bias: Tensor | None = None) -> Ten
     bias = None if bias is None else bias.float().contiguous()
     operands = [address(t) for t in (x, out, bias, matrix.values, matrix.masks, matrix.start)]
     operands += [matrix.rows, matrix.columns]
-    work = tokens * len(matrix.values) // WORTH
-    in_tokens_or_rows(library.nm_bitmap_bf16, operands, tokens, tiles, work, PANEL, line=2)
+    work = -(-tokens // PANEL) * len(matrix.values)
+    in_tokens_or_rows(library.nm_bitmap_bf16, operands, tokens, tiles, work, PANEL, 2)
     return out
 
 
