@@ -101,5 +101,5 @@ def build() -> None:
         source = FOLDER / f"{name}.c"
         source.write_text("".join(place.joinpath(f"{s}.c").read_text() for s in kernels.sources))
         renamed = f"-Dnm_tiles=nm_tiles_{name}"
-        command = ["gcc", *flags, *kernels.flags, *alone, renamed, source]
-        subprocess.run([*command, "-o", FOLDER / f"{name}.o"], check=True)
+        files = (str(source), "-o", str(FOLDER / f"{name}.o"))
+        subprocess.run(["gcc", *flags, *kernels.flags, *alone, renamed, *files], check=True)
