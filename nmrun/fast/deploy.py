@@ -22,11 +22,12 @@ from nmrun.errors import ConfigError, first_line
 from nmrun.fast import measurement
 from nmrun.fast.cpu import onednn
 from nmrun.fast.cpu import probe as on_cpu
-from nmrun.fast.cpu.kernels import bf16, blocks, int8, products
+from nmrun.fast.cpu.kernels import bf16, bitmaps, blocks, int8, products
 from nmrun.fast.cpu.onednn import DenseInt8Linear, OneDNNLinear
 from nmrun.fast.cpu.packed_convolution import Bf16Convolution, PackedConvolution
 from nmrun.fast.cpu.packed_linear import (
     Bf16Linear,
+    BitmapLinear,
     BlockLinear,
     Int8BlockLinear,
     Int8Linear,
@@ -38,6 +39,7 @@ from nmrun.fast.gpu import semi_structured
 from nmrun.fast.gpu.linear import SemiStructuredLinear
 from nmrun.fast.measurement import (
     BF16,
+    BF16_BITMAP,
     BF16_BLOCKS,
     DENSE_INT8,
     FASTER,
@@ -77,7 +79,8 @@ def deploy(
       holds the non-zeros and their columns alone: 1.25 N/M of the dense bytes in float32, 1.5 N/M
       in bfloat16. In bfloat16 :class:`~nmrun.fast.cpu.packed_linear.Bf16Linear` is another candidate,
       on processors with AVX512-BF16, and :class:`~nmrun.fast.cpu.packed_linear.BlockLinear` for
-      V:N:M weights, which multiplies by AMX where that is.
+      V:N:M weights, which multiplies by AMX where that is. With AMX
+      :class:`~nmrun.fast.cpu.packed_linear.BitmapLinear` is tried for few tokens.
     - On the CPU, ``nn.Conv2d`` becomes a
       :class:`~nmrun.fast.cpu.packed_convolution.PackedConvolution` in float32, which needs a batch
       of images to be fast, or a ``Bf16Convolution`` in bfloat16 on processors with AVX512-BF16. It
@@ -210,7 +213,12 @@ def _in_bf16(site: Site) -> dict[str, Path]:
     """The packed layers of bfloat16 for the weight of a linear site."""
     if site.weight.device.type != "cpu" or bf16.KERNELS.obstacle():
         return {}
-    return {BF16: Bf16Linear.of, **({BF16_BLOCKS: BlockLinear.of} if _has_blocks(site) else {})}
+    ways: dict[str, Path] = {BF16: Bf16Linear.of}
+    if _has_blocks(site):
+        ways[BF16_BLOCKS] = BlockLinear.of
+    if min(tokens for tokens, _ in site.shapes) <= blocks.PANEL and not bitmaps.obstacle():
+        ways[BF16_BITMAP] = BitmapLinear.of
+    return ways
 
 
 def _below(site: Site) -> dict[str, Path]:

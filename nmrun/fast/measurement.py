@@ -26,6 +26,7 @@ PACKED_ACTIVATIONS = "packed activations"  # the path of products with the kept 
 FLOAT32 = "float32"  # of attention in float32 where all else is bfloat16
 BF16 = "packed bf16"  # of packed ones in bfloat16; those of "packed" are computed in float32
 BF16_BLOCKS = "packed blocks bf16"  # of V:N:M ones in bfloat16, by AMX where it is
+BF16_BITMAP = "packed bitmap bf16"  # of any N:M in bfloat16, for few tokens, by AMX
 BF16_FORWARD = "packed forward bf16"  # with a dense input gradient
 INT8 = "int8"  # of packed ones in int8
 INT8_BLOCKS = "int8 blocks"  # of V:N:M ones in int8

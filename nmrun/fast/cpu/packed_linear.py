@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from nmrun.fast.cpu.kernels import bf16, blocks, int8, products, tiles
+from nmrun.fast.cpu.kernels import bf16, bitmaps, blocks, int8, products, tiles
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
+from nmrun.fast.cpu.kernels.bitmaps import BitmapMatrix
 from nmrun.fast.cpu.kernels.blocks import BlockMatrix, Int8BlockMatrix
 from nmrun.fast.cpu.kernels.int8 import Int8Matrix
 from nmrun.fast.cpu.kernels.tiles import TiledMatrix
@@ -107,6 +108,25 @@ class BlockLinear(PackedLinear):
         return blocks.multiply(x.bfloat16(), matrix, bias).to(x.dtype)
 
 
+class BitmapLinear(PackedLinear):
+    """``x W^T + bias`` with any N:M weight of bfloat16 for few tokens, by AMX
+    (:mod:`nmrun.fast.cpu.kernels.bitmaps`). Other inputs are rounded to bfloat16.
+
+    The state dict has ``values`` (non-zeros,) and ``masks`` (tiles, depth, 16).
+    """
+
+    MATRIX, KEPT = BitmapMatrix, ("values",)
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> BitmapLinear:
+        """The layer of a weight (out_features, in_features) with zeros, rounded to bfloat16."""
+        return cls(bitmaps.packed(weight.detach()), bias)
+
+    @staticmethod
+    def multiply(x: Tensor, matrix: Any, bias: Tensor | None) -> Tensor:
+        return bitmaps.multiply(x.bfloat16(), matrix, bias).to(x.dtype)
+
+
 class Int8Linear(PackedLinear):
     """``x W^T + bias`` with an N:M weight of int8, on processors that multiply such numbers. It quantises
     its tokens itself (:mod:`nmrun.fast.cpu.kernels.int8` says how).
@@ -172,7 +192,7 @@ def _height(weight: Tensor) -> int:
 # the layers by the name that the operators take
 LAYERS = {
     layer.__name__: layer
-    for layer in (PackedLinear, Bf16Linear, BlockLinear, Int8Linear, Int8BlockLinear)
+    for layer in (PackedLinear, Bf16Linear, BlockLinear, BitmapLinear, Int8Linear, Int8BlockLinear)
 }
 
 

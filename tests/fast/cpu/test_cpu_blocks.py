@@ -138,6 +138,45 @@ def test_gradients_in_the_columns_that_are_kept(
     assert torch.equal(blocks.sampled(x, y, matrix), gradient)
 
 
+def test_groups_keep_any_number_of_columns() -> None:
+    """None among them: what is gathered for the next group meanwhile is gathered all the same."""
+    keep = torch.zeros(5, 100, dtype=torch.bool)
+    for group, count in enumerate((33, 0, 100, 1, 64)):
+        keep[group, torch.randperm(100)[:count]] = True
+    weight = normal(5 * 16, 100) * keep.repeat_interleave(16, 0)
+    x, dz, bias = normal_bf16(33, 100), normal_bf16(33, 80, seed=1), normal(80, seed=2)
+    forward, backward = BlockMatrix.empty(80, 100, 16), BlockTranspose.empty(100, 80, 16)
+    assert blocks.pack_both(weight, None, forward, backward) == 16 * int(keep.sum())
+    check(blocks.multiply(x, forward, bias), x, weight.bfloat16(), bias)
+    check(blocks.multiply(dz, backward), dz, weight.bfloat16().t())
+    assert torch.equal(blocks.sampled(x, dz, forward) != 0, keep.repeat_interleave(16, 0))
+
+
+def test_subnormal_numbers_and_sums_are_zero(way: str) -> None:
+    if way == "emulated":
+        pytest.skip("its fused operations keep them")
+    weight, x = sparse(64, 64, "64:4:16").bfloat16(), normal_bf16(20, 64)
+    for small in (2.0**-70, 2.0**-130):
+        matrix = blocks.packed(weight * 2.0**-60, 64)
+        assert not blocks.multiply((x.float() * small).bfloat16(), matrix).any()
+
+
+def test_where_the_system_refuses_amx_vectors_multiply(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products by tiles are built in, whatever the processor has: it is the system that is asked."""
+    flags = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
+    kernels = replace(blocks.KERNELS, flags=(*blocks.KERNELS.flags, *flags))
+    if way != "vectors" or kernels.obstacle():
+        pytest.skip("once, with a compiler that knows AMX")
+    monkeypatch.setattr(blocks, "KERNELS", kernels)
+    if not blocks.tiles_obstacle():
+        pytest.skip("this system allows AMX")
+    assert blocks.tiles_obstacle() == "the system refuses AMX"
+    weight, x = sparse(64, 64, "64:4:16").bfloat16(), normal_bf16(20, 64)
+    check(blocks.multiply(x, blocks.packed(weight, 64)), x, weight)
+
+
 def test_a_weight_that_is_not_finite_shows() -> None:
     weight, x = sparse(64, 64, "64:4:16"), normal_bf16(5, 64)
     weight[7, 0] = torch.nan  # kept beside the four columns of the block, as the masks do it

@@ -30,7 +30,7 @@ WORTH = 64  # multiplications that cost as much as a weight in another pass, see
 TILES_REFUSED, TILES = 1, 2  # of nm_tiles
 KERNELS = CFunctions(
     "products of bfloat16 with blocks",
-    ("nm_scratch", "nm_vectors", "nm_tiles", "nm_block_bf16"),
+    ("nm_scratch", "nm_vectors", "nm_tiles", "nm_block_bf16", "nm_bitmap_bf16"),
     ("-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"),
     __package__,
     {
@@ -38,6 +38,7 @@ KERNELS = CFunctions(
         "nm_block_bf16_turned": "p" * 5 + "n" * 7,
         "nm_block_bf16_sampled": "p" * 5 + "n" * 8,
         "nm_block_pack": "p" + "n" * 7 + "ppp",
+        "nm_bitmap_bf16": "p" * 6 + "n" * 6,
         "nm_tiles": "",
     },
     needs="AVX-512 with BF16",

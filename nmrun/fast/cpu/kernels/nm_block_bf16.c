@@ -45,6 +45,16 @@ static inline void turn_some(const uint16_t *x, int64_t tokens, int64_t columns,
   }
 }
 
+/* pairs[pair of columns][half][16 tokens][2], with zeros up to a whole tile. */
+static void turn_pairs(const uint16_t *x, int64_t tokens, int64_t columns, uint16_t *pairs) {
+  for (int64_t k = 0; k < columns; k += DEEP) {
+    vec a[2][LANES];
+    turn_some(x, tokens, columns, k, a);
+    for (int i = 0; i < LANES; i++)
+      for (int half = 0; half < 2; half++) _mm512_store_si512(pairs + (k + 2 * i + half) * PANEL, (__m512i)a[half][i]);
+  }
+}
+
 /* panel[column][token], and behind it a column of zeros. */
 static void turn_panel(const uint16_t *x, int64_t tokens, int64_t columns, uint16_t *panel) {
   uint16_t pick[2][PANEL];
@@ -101,7 +111,7 @@ static inline __attribute__((always_inline)) void put_tile(const float *sums, co
   int64_t left = rows - row;
   __mmask16 keep = left >= TILE ? 0xffff : (__mmask16)((1u << left) - 1);
   __m512 add = bias == NULL ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(keep, bias + row);
-  for (int half = 0; half < 2; half++) {
+  for (int half = 0; half < (straight ? tiles_of(tokens, LANES) : 2); half++) {
     vec a[LANES];
     for (int r = 0; r < TILE; r++) a[r] = (vec)_mm512_load_ps(sums + r * PANEL + half * LANES);
     turn(a);
@@ -226,12 +236,7 @@ int nm_block_bf16_turned(const uint16_t *x, uint16_t *y, const uint16_t *values,
   memset(pairs + rows * PANEL, 0, DEEP * PANEL * sizeof *pairs);
   for (int64_t t = first; t < last; t += PANEL) {
     int64_t tokens = last - t < PANEL ? last - t : PANEL;
-    for (int64_t k = 0; k < rows; k += DEEP) {
-      vec a[2][LANES];
-      turn_some(x + t * rows, tokens, rows, k, a);
-      for (int i = 0; i < LANES && k + 2 * i < rows; i++)
-        for (int half = 0; half < 2; half++) _mm512_store_si512(pairs + (k + 2 * i + half) * PANEL, (__m512i)a[half][i]);
-    }
+    turn_pairs(x + t * rows, tokens, rows, pairs);
     memset(sums, 0, wide * PANEL * sizeof *sums);
     for (int64_t g = 0; g < rows / height; g++) {
       const int32_t *to = index + g * padded;
