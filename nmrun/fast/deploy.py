@@ -89,7 +89,8 @@ def deploy(
       :class:`~nmrun.fast.cpu.packed_convolution.PackedConvolution` in float32, which needs a batch
       of images to be fast, or a ``Bf16Convolution`` in bfloat16 on processors with AVX512-BF16. It
       is timed against the faster of torch's two memory layouts. In bfloat16 one of a single position
-      with a V:N:M weight may become a ``BlockConvolution``.
+      with a V:N:M weight may become a ``BlockConvolution``. Where one is packed, the weights of those
+      that stay dense are laid out with channels last, as the packed ones' outputs are.
     - On CUDA, linear layers that fit into 2:4 become
       :class:`~nmrun.fast.gpu.linear.SemiStructuredLinear`, in bfloat16 or float16.
     - On the CPU, dense linear layers become :class:`~nmrun.fast.cpu.onednn.OneDNNLinear`, which in
@@ -157,6 +158,10 @@ def deploy(
         for module, module_sites in by_module.items():
             if any(site.layer is not None for site in module_sites):
                 install(model, module, module_sites)
+        if any(isinstance(s, ConvolutionSite) and s.layer is not None for s in all_sites):
+            for module in model.modules():
+                if isinstance(module, nn.Conv2d):  # what packed ones give it lies so already
+                    module.to(memory_format=torch.channels_last)
         others = fuse(model, sample, tolerance if precision else None)
     if compile:
         model.compile(mode="reduce-overhead" if "cuda" in devices(model) else None)

@@ -115,6 +115,22 @@ def test_blocks_are_for_a_single_position_without_padding(deploy_times: dict[str
 
 
 @pytest.mark.usefixtures("emulated_bf16")
+@pytest.mark.parametrize(("ms", "last"), [(0.5, True), (2.0, False)])
+def test_dense_ones_are_channels_last_where_others_are_packed(
+    ms: float, last: bool, deploy_times: dict[str, float]
+) -> None:
+    deploy_times["packed bf16"] = ms
+    model, x = nn.Sequential(nn.Conv2d(8, 20, 3), net("2:4")[3]), normal_bf16(5, 8, 9, 9)
+    model.bfloat16()
+    expected = model(x).detach()
+    first, second = nmrun.deploy(model, x)
+    assert (first.path, second.path) == (None, "packed bf16" if last else None)
+    with torch.no_grad():
+        assert model[0](x).is_contiguous(memory_format=torch.channels_last) == last
+        assert share(model(x), expected) < 0.01
+
+
+@pytest.mark.usefixtures("emulated_bf16")
 def test_a_state_of_another_shape_is_refused() -> None:
     model, x = net("1:4"), normal_bf16(5, 8, 6, 7)
     nmrun.deploy(model, x)

@@ -251,6 +251,13 @@ def test_infer_of_images_on_a_cpu(tmp_path: Path) -> None:
     assert "resnet18, 2 images: packed 1:8 in float32" in (tmp_path / "infer_cpu.md").read_text()
 
 
+def test_weights_whose_outputs_do_not_fit_stay_dense() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 10))
+    pruned = infer.prune(model, Pattern.parse("16:2:8"))
+    assert torch.equal(pruned[0].weight, hard_threshold(model[0].weight, "16:2:8"))
+    assert torch.equal(pruned[1].weight, model[1].weight)
+
+
 def rows_of(*arms: infer.Arm) -> list[harness.Row]:
     """Of the smallest network, measured once."""
     comparison = harness.PairedRounds()
