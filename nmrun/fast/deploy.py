@@ -159,9 +159,10 @@ def deploy(
             if any(site.layer is not None for site in module_sites):
                 install(model, module, module_sites)
         if any(isinstance(s, ConvolutionSite) and s.layer is not None for s in all_sites):
+            last = partial(Tensor.contiguous, memory_format=torch.channels_last)
             for module in model.modules():
                 if isinstance(module, nn.Conv2d):  # what packed ones give it lies so already
-                    module.to(memory_format=torch.channels_last)
+                    module.weight.data = last(module.weight.data)
         others = fuse(model, sample, tolerance if precision else None)
     if compile:
         model.compile(mode="reduce-overhead" if "cuda" in devices(model) else None)
@@ -281,6 +282,10 @@ def paths(device: torch.device, dtype: torch.dtype, pattern: Pattern) -> dict[st
 
 def _of_convolution(site: ConvolutionSite) -> dict[str, Path]:
     """As :func:`paths`, for a convolution."""
+
+    def of(kind: Any) -> Path:
+        return lambda weight, bias: kind.of(weight, site.window, bias)
+
     if site.weight.device.type != "cpu":
         raise ValueError("torch has no sparse convolution")
     short = str(site.dtype).removeprefix("torch.")
@@ -289,17 +294,13 @@ def _of_convolution(site: ConvolutionSite) -> dict[str, Path]:
     if why := products.KERNELS.obstacle():
         raise ValueError(why)
     if site.dtype == torch.float32:
-        return {"packed": lambda weight, bias: PackedConvolution.of(weight, site.window, bias)}
+        return {"packed": of(PackedConvolution)}
     if why := bf16.KERNELS.obstacle():
         raise ValueError(f"{short}: {why}")
-    kinds: dict[str, Any] = {BF16: Bf16Convolution}
-    alone = site.window.positions == 1 and site.window.padding == (0, 0)
-    if alone and _has_blocks(site):
-        kinds[BF16_BLOCKS] = BlockConvolution
-    return {
-        name: lambda weight, bias, kind=kind: kind.of(weight, site.window, bias)
-        for name, kind in kinds.items()
-    }
+    ways = {BF16: of(Bf16Convolution)}
+    if site.window.positions == 1 and site.window.padding == (0, 0) and _has_blocks(site):
+        ways[BF16_BLOCKS] = of(BlockConvolution)
+    return ways
 
 
 def _dense(site: Site) -> dict[str, Path]:
