@@ -57,7 +57,8 @@ train() { # name, most seconds, model, options and overrides
 infer() { # model, most seconds, sizes
   local model=$1 most=$2
   shift 2
-  bench "infer_$model" "$most" -m nmrun bench infer --device cuda --models "$model" --rounds 8 --tokens "$@"
+  bench "infer_$model" "$most" -m nmrun bench infer --device cuda --models "$model" --rounds 8 \
+    --arms torch packed compiled packed_compiled --tokens "$@"
 }
 
 language() { # model, most seconds, sizes, of prompts with --prompt behind them

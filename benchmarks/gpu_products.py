@@ -115,7 +115,7 @@ def main() -> int:
     )
     page = partial(harness.speeds, f"{what}: times as fast as dense", "size")
     command = shlex.join(["python", *sys.argv])
-    benchmark = Benchmark(cases(), page, DEVICE, harness.Clock(DEVICE), options.rounds)
+    benchmark = Benchmark(cases(), page, DEVICE, harness.Clock(DEVICE, flush=True), options.rounds)
     name = "layer" if options.layer else "gemm"
     harness.run(name, benchmark, options.out, command)
     return 0

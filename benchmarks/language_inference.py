@@ -13,6 +13,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from nmrun.lab.bench import harness, infer
-from nmrun.lab.bench.harness import Case
-from nmrun.lab.bench.options import DENSE_ARMS, PACKED_ARMS, sequences
+from nmrun.lab.bench.harness import Benchmark, Case
+from nmrun.lab.bench.options import ARMS, sequences
 from nmrun.patterns import Pattern
 
 PAST = 128  # tokens that a decoder has in its cache
@@ -96,7 +97,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=sequences, default=[(1, 1)])
     parser.add_argument("--sparsity", nargs="+", type=Pattern.parse, default=[Pattern(2, 4)])
     parser.add_argument("--precisions", nargs="+")
-    parser.add_argument("--arms", nargs="+", default=[*DENSE_ARMS, *PACKED_ARMS])
+    parser.add_argument("--arms", nargs="+", default=ARMS)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=12)
@@ -117,7 +118,8 @@ def main() -> None:
                 yield infer.case(title, size, model, x.to(device), arms)
 
     command = shlex.join(["python", *sys.argv])
-    benchmark = infer.of(cases(), device, options.rounds)
+    page, clock = partial(infer.page, device=device), harness.Clock(device)
+    benchmark = Benchmark(cases(), page, device, clock, options.rounds)
     harness.run("language_inference", benchmark, options.out, command)
 
 

@@ -91,7 +91,7 @@ def main() -> None:
     title = f"Projections of {options.weights:g} million float32 weights, times as fast as a copy"
     page = partial(harness.speeds, title, "N:M")
     command = shlex.join(["python", *sys.argv])
-    benchmark = Benchmark(cases(), page, device, harness.Clock(device), options.rounds)
+    benchmark = Benchmark(cases(), page, device, harness.Clock(device, flush=True), options.rounds)
     harness.run("masks", benchmark, options.out, command)
 
 

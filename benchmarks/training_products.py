@@ -61,10 +61,9 @@ def main() -> None:
                 yield train.case(options.model, ratio, loops, options.steps)
 
     device = prepare(composed(Path(), words))
-    clock = harness.Clock(device, flush=False) if device.type == "cuda" else harness.cpu_clock()
     page = partial(train.page, steps=options.steps, device=device)
     command = shlex.join(["python", *sys.argv])
-    benchmark = Benchmark(cases(), page, device, clock, options.rounds)
+    benchmark = Benchmark(cases(), page, device, harness.Clock(device), options.rounds)
     harness.run("training_products", benchmark, options.out, command)
 
 

@@ -71,7 +71,7 @@ def main() -> None:
     title = f"Optimizer steps of {options.weights:g} million float32 weights at 2:4, times as fast as fused AdamW"
     page = partial(harness.speeds, title, "recipe")
     command = shlex.join(["python", *sys.argv])
-    benchmark = Benchmark(cases(), page, device, harness.Clock(device), options.rounds)
+    benchmark = Benchmark(cases(), page, device, harness.Clock(device, flush=True), options.rounds)
     harness.run("updates", benchmark, options.out, command)
 
 

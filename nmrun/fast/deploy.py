@@ -23,8 +23,12 @@ from nmrun.fast import measurement
 from nmrun.fast.cpu import onednn
 from nmrun.fast.cpu import probe as on_cpu
 from nmrun.fast.cpu.kernels import bf16, bitmaps, blocks, int8, products
-from nmrun.fast.cpu.onednn import DenseInt8Linear, OneDNNLinear
-from nmrun.fast.cpu.packed_convolution import Bf16Convolution, PackedConvolution
+from nmrun.fast.cpu.onednn import Bf16OneDNNLinear, DenseInt8Linear, OneDNNLinear
+from nmrun.fast.cpu.packed_convolution import (
+    Bf16Convolution,
+    BlockConvolution,
+    PackedConvolution,
+)
 from nmrun.fast.cpu.packed_linear import (
     Bf16Linear,
     BitmapLinear,
@@ -41,6 +45,8 @@ from nmrun.fast.measurement import (
     BF16,
     BF16_BITMAP,
     BF16_BLOCKS,
+    DENSE,
+    DENSE_BF16,
     DENSE_INT8,
     FASTER,
     INT8,
@@ -84,7 +90,9 @@ def deploy(
     - On the CPU, ``nn.Conv2d`` becomes a
       :class:`~nmrun.fast.cpu.packed_convolution.PackedConvolution` in float32, which needs a batch
       of images to be fast, or a ``Bf16Convolution`` in bfloat16 on processors with AVX512-BF16. It
-      is timed against the faster of torch's two memory layouts.
+      is timed against the faster of torch's two memory layouts. In bfloat16 one of a single position
+      with a V:N:M weight may become a ``BlockConvolution``. Where one is packed, the weights of those
+      that stay dense are laid out with channels last, as the packed ones' outputs are.
     - On CUDA, linear layers that fit into 2:4 become
       :class:`~nmrun.fast.gpu.linear.SemiStructuredLinear`, in bfloat16 or float16.
     - On the CPU, dense linear layers become :class:`~nmrun.fast.cpu.onednn.OneDNNLinear`, which in
@@ -100,8 +108,8 @@ def deploy(
         precision: ``"int8"`` adds candidates for linear layers on the CPU:
             :class:`~nmrun.fast.cpu.packed_linear.Int8Linear`, packed, ``Int8BlockLinear`` for V:N:M,
             :class:`~nmrun.fast.cpu.onednn.DenseInt8Linear`, oneDNN's with the zeros; for
-            float32 weights also the packed ones of bfloat16. Attention may then multiply in
-            bfloat16. None, the default: layers keep their precision.
+            float32 weights also the packed ones of bfloat16 and oneDNN's. Attention may then multiply
+            in bfloat16. None, the default: layers keep their precision.
         tolerance: the largest error of such a layer on the tokens of the sample, from 0 to 1, as a
             share of the output's norm. A layer with a larger one keeps its precision.
         compile: also call ``model.compile()``; on a GPU with CUDA graphs, and then layers are timed
@@ -131,11 +139,11 @@ def deploy(
             reason, pattern = _try(site, compile, algorithms)
             notes[site.name] = ""
             if precision and site.tokens is not None:
-                near, note = int8_layers(site, pattern is not None, tolerance)
-                notes[site.name] = f"; {note}"
-                site.candidates |= near
-                if pattern:
-                    near, note = _near(site, _below(site), tolerance)
+                sparse = pattern is not None
+                for near, note in (
+                    int8_layers(site, sparse, tolerance),
+                    _near(site, _below(site, sparse), tolerance),
+                ):
                     notes[site.name] += f"; {note}" if note else ""
                     site.candidates |= near
             choices[site.name] = Choice(site.name, None, reason)
@@ -152,6 +160,11 @@ def deploy(
         for module, module_sites in by_module.items():
             if any(site.layer is not None for site in module_sites):
                 install(model, module, module_sites)
+        if any(isinstance(s, ConvolutionSite) and s.layer is not None for s in all_sites):
+            last = partial(Tensor.contiguous, memory_format=torch.channels_last)
+            for module in model.modules():
+                if isinstance(module, nn.Conv2d):  # what packed ones give it lies so already
+                    module.weight.data = last(module.weight.data)
         others = fuse(model, sample, tolerance if precision else None)
     if compile:
         model.compile(mode="reduce-overhead" if "cuda" in devices(model) else None)
@@ -221,14 +234,20 @@ def _in_bf16(site: Site) -> dict[str, Path]:
     return ways
 
 
-def _below(site: Site) -> dict[str, Path]:
+def _below(site: Site, sparse: bool) -> dict[str, Path]:
     """What int8 allows for beside its own layers: those of blocks, and of a float32 weight bfloat16."""
-    ways: dict[str, Path] = {INT8_BLOCKS: Int8BlockLinear.of} if _has_blocks(site) else {}
-    return ways | (_in_bf16(site) if site.dtype == torch.float32 else {})
+    low = site.dtype == torch.float32
+    ways: dict[str, Path] = {}
+    if low and torch.bfloat16 in onednn.dtypes():
+        ways[DENSE_BF16] = Bf16OneDNNLinear
+    if sparse:
+        ways |= {INT8_BLOCKS: Int8BlockLinear.of} if _has_blocks(site) else {}
+        ways |= _in_bf16(site) if low else {}
+    return ways
 
 
 def _has_blocks(site: Site) -> bool:
-    return blocks.height_of(site.weight != 0) is not None
+    return blocks.height_of(site.rows != 0) is not None
 
 
 def pattern_of(weight: Tensor) -> Pattern | None:
@@ -269,6 +288,10 @@ def paths(device: torch.device, dtype: torch.dtype, pattern: Pattern) -> dict[st
 
 def _of_convolution(site: ConvolutionSite) -> dict[str, Path]:
     """As :func:`paths`, for a convolution."""
+
+    def of(kind: Any) -> Path:
+        return lambda weight, bias: kind.of(weight, site.window, bias)
+
     if site.weight.device.type != "cpu":
         raise ValueError("torch has no sparse convolution")
     short = str(site.dtype).removeprefix("torch.")
@@ -277,10 +300,13 @@ def _of_convolution(site: ConvolutionSite) -> dict[str, Path]:
     if why := products.KERNELS.obstacle():
         raise ValueError(why)
     if site.dtype == torch.float32:
-        return {"packed": lambda weight, bias: PackedConvolution.of(weight, site.window, bias)}
+        return {"packed": of(PackedConvolution)}
     if why := bf16.KERNELS.obstacle():
         raise ValueError(f"{short}: {why}")
-    return {BF16: lambda weight, bias: Bf16Convolution.of(weight, site.window, bias)}
+    ways = {BF16: of(Bf16Convolution)}
+    if site.window.positions == 1 and site.window.padding == (0, 0) and _has_blocks(site):
+        ways[BF16_BLOCKS] = of(BlockConvolution)
+    return ways
 
 
 def _dense(site: Site) -> dict[str, Path]:
@@ -344,9 +370,9 @@ def _fastest(group: Sequence[Site], graph: bool) -> tuple[str | None, str]:
     total, timing = times(group, graph)
     best = min(site.candidates, key=lambda name: total[name])
     # packed has to beat all that is dense, a dense candidate what torch calls, by more than noise
-    candidate = best in (ONEDNN, DENSE_INT8)
+    candidate = best in DENSE
     rivals = [name for name in total if name not in site.candidates]
-    rivals += [] if candidate else [name for name in total if name in (ONEDNN, DENSE_INT8)]
+    rivals += [] if candidate else [name for name in total if name in DENSE]
     ratio = min(total[name] for name in rivals) / total[best]
     return (best if ratio > (1 / FASTER if candidate else 1) else None), f"{timing} ({ratio:.2f}x)"
 

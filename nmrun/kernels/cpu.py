@@ -19,8 +19,8 @@ from nmrun.kernels.layout import as_stored, filled, has_memory, stored_alike
 from nmrun.kernels.operands import Operands
 from nmrun.patterns import Pattern
 
-# gcc's own fusing would change bits
-FLAGS = ("-ffp-contract=off", "-fno-math-errno")
+# gcc's own fusing would change bits; if numbers could trap it would not vectorise conditions on them
+FLAGS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 # weights; below this the reference takes 0.1 ms a step and a first build 3,000 steps to pay back
 SMALLEST = 1 << 12
 LARGEST_M = (

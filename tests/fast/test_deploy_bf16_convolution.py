@@ -16,7 +16,7 @@ from torch import nn
 
 import nmrun
 from nmrun.fast.cpu.kernels import bf16
-from nmrun.fast.cpu.packed_convolution import Bf16Convolution
+from nmrun.fast.cpu.packed_convolution import Bf16Convolution, BlockConvolution
 from nmrun.kernels.compiler import find_compiler
 
 
@@ -73,6 +73,61 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
     operands = (x.clone().requires_grad_(), parts, layer.bias,
                 [20, 8], [3, 3], [1, 1], [1, 1], [1, 1])  # fmt: skip
     torch.library.opcheck(torch.ops.nmrun.packed_convolution.default, operands)
+
+
+@pytest.mark.usefixtures("emulated_bf16")
+def test_one_of_a_single_position_is_the_linear_layer_of_its_pixels(
+    deploy_times: dict[str, float],
+) -> None:
+    deploy_times["packed blocks bf16"] = 0.2
+    models = []
+    for pattern in ("32:4:16", "16:4:8"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(32, 64, 1, stride=(1, 2)), nn.Conv2d(64, 32, 1, bias=False))
+        models.append(prune(model, pattern).bfloat16())
+    model, other = models
+    dense, x = copy.deepcopy(model), normal_bf16(5, 32, 6, 7)
+    exact = copy.deepcopy(model).double()(x.double()).detach()
+    for one in models:
+        assert [c.path for c in nmrun.deploy(one, x)] == ["packed blocks bf16"] * 2
+        assert [type(layer) for layer in one] == [BlockConvolution] * 2
+    assert torch.equal(model[0].dense(), dense[0].weight)
+    with torch.no_grad():
+        z = model(x)
+        assert torch.equal(model(x.contiguous(memory_format=torch.channels_last)), z)
+        assert torch.equal(model(x[1]), z[1])
+        assert model(x[:0]).shape == (0, *z.shape[1:])
+        assert model[0](x.float()).dtype == torch.float32
+    assert z.dtype == torch.bfloat16
+    assert z.is_contiguous(memory_format=torch.channels_last)
+    assert share(z, exact) < 0.01
+    assert share(gradient(model, x), gradient(dense, x)) < 0.02
+    stays_itself(model, other, x)
+
+
+@pytest.mark.usefixtures("emulated_bf16")
+def test_blocks_are_for_a_single_position_without_padding(deploy_times: dict[str, float]) -> None:
+    deploy_times["packed blocks bf16"] = 0.2
+    model = nn.Sequential(nn.Conv2d(32, 32, 3), nn.Conv2d(32, 32, 1, padding=1))
+    prune(model, "32:4:16").bfloat16()
+    choices = nmrun.deploy(model, normal_bf16(5, 32, 6, 7))
+    assert [c.path for c in choices] == ["packed bf16"] * 2
+
+
+@pytest.mark.usefixtures("emulated_bf16")
+@pytest.mark.parametrize(("ms", "last"), [(0.5, True), (2.0, False)])
+def test_dense_ones_are_channels_last_where_others_are_packed(
+    ms: float, last: bool, deploy_times: dict[str, float]
+) -> None:
+    deploy_times["packed bf16"] = ms
+    model, x = nn.Sequential(nn.Conv2d(8, 20, 3), net("2:4")[3]), normal_bf16(5, 8, 9, 9)
+    model.bfloat16()
+    expected = model(x).detach()
+    first, second = nmrun.deploy(model, x)
+    assert (first.path, second.path) == (None, "packed bf16" if last else None)
+    with torch.no_grad():
+        assert model[0](x).is_contiguous(memory_format=torch.channels_last) == last
+        assert share(model(x), expected) < 0.01
 
 
 @pytest.mark.usefixtures("emulated_bf16")

@@ -14,7 +14,7 @@ from torch import nn
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.fast.cpu.kernels import int8
-from nmrun.fast.cpu.onednn import DenseInt8Linear
+from nmrun.fast.cpu.onednn import DenseInt8Linear, dtypes
 from nmrun.fast.cpu.packed_linear import Int8Linear, PackedLinear
 from nmrun.sparsity import nm_mask
 
@@ -283,6 +283,37 @@ def test_dense_int8_is_as_near_for_small_inputs(power: int) -> None:
     biased = DenseInt8Linear.of(weight, bias)
     torch.testing.assert_close(biased(x * by), layer(x) * by + bias)
     assert torch.equal(biased(x * 0.0), bias.expand(9, -1))
+
+
+@needs_int8
+@pytest.mark.skipif(torch.bfloat16 not in dtypes(), reason="oneDNN multiplies no bfloat16 here")
+def test_dense_bfloat16_is_taken_for_float32_where_int8_is_slower_or_too_far_off(
+    deploy_times: dict[str, float],
+) -> None:
+    """Of N:M weights and of others."""
+    deploy_times.update({"onednn": 0.7, "packed": 0.5, "dense int8": 0.2, "dense bf16": 0.3})
+    models, x = [], torch.randn(3, 5, 80)
+    for pattern in ("2:4", "1:16"):
+        model = pruned(pattern)
+        model[2].weight.data = torch.randn(30, 50)
+        models.append(model)
+    model, other = models
+    expected = model(x).detach()
+    for one in models:
+        choices = nmrun.deploy(one, x, precision="int8", tolerance=0.006)
+        assert [(c.path, c.is_sparse) for c in choices] == [("dense bf16", False)] * 2
+        assert all("dense bf16 outputs 0.00" in c.reason for c in choices)
+    with torch.no_grad():
+        z = model(x)
+        assert model(x[:0]).shape == (0, 5, 30)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(x).dtype == torch.bfloat16
+    assert z.dtype == torch.float32
+    assert 0 < share(z, expected) < 0.006
+    stays_itself(model, other, x)
+    low = pruned().bfloat16()  # which has oneDNN's products anyway
+    choices = nmrun.deploy(low, x.bfloat16(), precision="int8", tolerance=0.006)
+    assert not any("dense bf16" in c.reason for c in choices)
 
 
 @needs_int8

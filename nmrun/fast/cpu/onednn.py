@@ -209,6 +209,17 @@ class OneDNNLinear(OneDNNCopy, nn.Linear):
         return super().forward(input)
 
 
+class Bf16OneDNNLinear(OneDNNLinear):
+    """The same with inputs, weight and bias rounded to bfloat16. Outputs are in the dtype of the input."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight.bfloat16(), None if bias is None else bias.bfloat16())
+
+    def forward(self, input: Tensor) -> Tensor:
+        """From (..., inputs) to (..., outputs)."""
+        return super().forward(input.bfloat16()).to(compute_dtype(input))
+
+
 def _reordered(weight: Tensor) -> tuple[Tensor, Any]:
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()), _state(weight)
 

@@ -3,7 +3,8 @@
 The state dict has ``values`` (count,), ``index`` (count,) and ``start`` (blocks * out_channels + 1,),
 see :class:`nmrun.fast.cpu.kernels.products.PackedMatrix`. In bfloat16 it has ``values`` (slots, 32),
 ``index`` (slots, 32) and ``counts`` (blocks, tiles, 16), see
-:class:`nmrun.fast.cpu.kernels.bf16.Bf16Matrix`. Both have ``bias`` where there is one.
+:class:`nmrun.fast.cpu.kernels.bf16.Bf16Matrix`. Both have ``bias`` where there is one. That of a
+:class:`BlockConvolution` has them below ``linear``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.grad import conv2d_input
 
 from nmrun.fast.cpu.convolution import by_taps
@@ -21,6 +22,7 @@ from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.convolution import Pair, Window, convolve
 from nmrun.fast.cpu.kernels.products import PackedMatrix
 from nmrun.fast.cpu.packed_layer import PackedLayer, check_input
+from nmrun.fast.cpu.packed_linear import BlockLinear
 from nmrun.fast.cpu.weight import matrix_of
 from nmrun.fast.operators import followed
 
@@ -78,6 +80,37 @@ class Bf16Convolution(PackedConvolution):
     def of(cls, weight: Tensor, window: Window, bias: Tensor | None = None) -> PackedConvolution:
         """The layer of a weight (out_channels, in_channels, rows, columns) with zeros, rounded."""
         return cls(bf16.packed(by_taps(weight), window.positions), window, bias)
+
+
+class BlockConvolution(nn.Module):
+    """A convolution of one position with a V:N:M weight of bfloat16: the linear layer of the pixels.
+
+    Args:
+        linear: from the channels of a pixel to those of its output.
+        stride: rows and columns from one pixel to the next.
+    """
+
+    def __init__(self, linear: BlockLinear, stride: Pair) -> None:
+        super().__init__()
+        self.linear, self.stride = linear, stride
+
+    @classmethod
+    def of(cls, weight: Tensor, window: Window, bias: Tensor | None = None) -> BlockConvolution:
+        """The layer of a weight (out_channels, in_channels, 1, 1) with zeros, rounded to bfloat16.
+
+        Raises:
+            ValueError: where 16 rows side by side do not share their columns.
+        """
+        return cls(BlockLinear.of(weight.flatten(1), bias), window.stride)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As :meth:`PackedConvolution.forward`."""
+        pixels = input[..., :: self.stride[0], :: self.stride[1]].movedim(-3, -1)
+        return self.linear(pixels).movedim(-1, -3)
+
+    def dense(self) -> Tensor:
+        """The weight with its zeros, (out_channels, in_channels, 1, 1)."""
+        return self.linear.dense()[..., None, None]
 
 
 def packed(weight: Tensor) -> PackedMatrix:

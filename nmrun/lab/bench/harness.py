@@ -95,12 +95,13 @@ def machine_line(machine: Machine) -> str:
 
 
 class Clock:
-    """Milliseconds of a call: on a GPU between two events, on a CPU by the wall. ``flush`` empties
-    a GPU's L2 cache before, by writing to other memory."""
+    """Milliseconds of a call: on a GPU between two events, launches included; on a CPU by the wall,
+    and with one thread the CPU time of the whole process, which a busy machine does not disturb.
+    ``flush`` empties a GPU's L2 cache before, by writing to other memory."""
 
-    def __init__(self, device: torch.device, flush: bool = True) -> None:
+    def __init__(self, device: torch.device, flush: bool = False) -> None:
         self.gpu = device.type == "cuda"
-        self.now = time.perf_counter
+        self.now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         self.other = (
             torch.empty(FLUSHED, dtype=torch.int8, device=device) if self.gpu and flush else None
         )
@@ -121,15 +122,15 @@ class Clock:
 
 
 def cpu_clock() -> Clock:
-    """The clock of a CPU: with one thread its CPU time, which a busy machine does not disturb."""
-    clock = Clock(torch.device("cpu"))
-    if torch.get_num_threads() == 1:
-        clock.now = time.thread_time
-    return clock
+    return Clock(torch.device("cpu"))
 
 
-def cpu_clock_name() -> str:
-    return "CPU time" if torch.get_num_threads() == 1 else "wall time"
+def clock_name(device: torch.device) -> str:
+    """What a :class:`Clock` measures, after a number of milliseconds."""
+    if device.type == "cuda":
+        return "between two events of the GPU"
+    threads = torch.get_num_threads()
+    return "of CPU time, one thread" if threads == 1 else f"of wall time, {threads} threads"
 
 
 def rounds(
@@ -211,12 +212,13 @@ class PairedRounds:
         self.wrong: dict[Any, str] = {}
 
     def measure(self, case: Case, count: int, clock: Callable[[Call], float]) -> None:
-        """Make each arm and print its first time, then let the arms take turns.
+        """Make each arm, say so, and print its first time; then let the arms take turns.
 
         An arm that fails is left out, with its reason. If the first one fails, so are all others.
         """
         calls: dict[Any, Call] = {}
         for arm, make in case.arms.items():
+            note(f"{case.name}, {label(arm)}: ", end="")
             try:
                 call = make()
                 for _ in range(WARM_UP):
@@ -225,12 +227,14 @@ class PairedRounds:
             except (ConfigError, RuntimeError) as error:  # the compiler's and out of memory, too
                 if isinstance(error, ConfigError) and not calls:
                     raise
+                note(first_line(error))
                 self.wrong[arm] = first_line(error)
                 if not calls:
                     return
             else:
                 calls[arm] = call
-                note(f"{case.name}, {label(arm)}: {self.first[arm]:.3g} ms at first")
+                note(f"{self.first[arm]:.3g} ms at first")
+        note(f"{case.name}: {quantity(count, 'round')} of {quantity(len(calls), 'arm')}")
         for times in itertools.islice(timed_rounds(calls, clock), count):
             self.whole.append(times)
 
@@ -254,8 +258,8 @@ def label(arm: Any) -> str:
 # --- what is printed and written ------------------------------------------------------------------
 
 
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def note(text: str, end: str = "\n") -> None:
+    print(text, end=end, file=sys.stderr, flush=True)
 
 
 def samples(rows: Sequence[Row]) -> str:

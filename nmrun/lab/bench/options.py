@@ -17,8 +17,8 @@ from nmrun.patterns import Pattern, PatternError
 from nmrun.ranges import Check, whole
 
 PRECISIONS = ("float32", "bf16", "int8")
-DENSE_ARMS = ("torch", "compiled", "openvino")  # of infer
-PACKED_ARMS = ("packed", "packed_compiled")
+# of infer, those that are ready sooner first
+ARMS = ("torch", "packed", "openvino", "compiled", "packed_compiled")
 PLAIN_LOOPS = ("plain_loop", "masked_loop")  # of train, beside recipes
 
 
@@ -69,20 +69,20 @@ def _parser() -> Parser:
     _list(train, "--sparsity", ["2:4"], metavar="N:M")
     text = f"recipes, {' and '.join(PLAIN_LOOPS)} (default: all of them)"
     _list(train, "--arms", [*PLAIN_LOOPS, *recipes], metavar="NAME", help=text)
-    text = "steps of a measurement (default: 10)"
-    train.add_argument("--steps", type=positive, default=10, help=text)
+    text = "steps of a measurement (default: 1)"
+    train.add_argument("--steps", type=positive, default=1, help=text)
     train.epilog = "key=value anywhere is for all arms, such as trainer.compile=true."
 
     infer = of("infer", "Forward passes of networks, dense and packed")
     _list(infer, "--models", ["transformer"], choices=INFERRED)
-    text = "default: 2:4 1:4 1:8 1:16, on a GPU 2:4"
+    text = "default: 2:4 1:8, on a GPU 2:4"
     infer.add_argument("--sparsity", nargs="+", type=pattern, metavar="N:M", help=text)
     text = "tokens of a sequence, or sequences x tokens; images (default: 128)"
     _list(infer, "--tokens", [(1, 128)], type=sequences, metavar="N", help=text)
     text = "default: those of this processor; on a GPU bf16"
     infer.add_argument("--precisions", nargs="+", choices=PRECISIONS, help=text)
-    every = (*DENSE_ARMS, *PACKED_ARMS)
-    _list(infer, "--arms", every, choices=every, help="default: all; torch is always there")
+    text = f"default: all but {ARMS[-1]}; torch is always there"
+    _list(infer, "--arms", ARMS[:-1], choices=ARMS, help=text)
     text = "default: a GPU where there is one"
     infer.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=text)
     text = "of the CPU (default: as many as torch takes)"

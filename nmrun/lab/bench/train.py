@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from nmrun.errors import ConfigError
 from nmrun.lab.bench import harness
 from nmrun.lab.bench.harness import WARM_UP, Benchmark, Call, Case, Row
 from nmrun.lab.bench.networks import NETWORKS, composed, random_text
+from nmrun.lab.bench.options import PLAIN_LOOPS
 from nmrun.lab.keys.config import Config
 from nmrun.lab.render.formats import aligned
 from nmrun.lab.train.build import autocast, build, prepare
 from nmrun.lab.train.steps import TrainingSteps
-from nmrun.patterns import Pattern
+from nmrun.patterns import COLUMNS, Pattern
 from nmrun.sparsity.select import select
 
 
@@ -75,18 +75,25 @@ def plain_loop(config: Config, steps: int, pattern: Pattern | None = None) -> Ca
 
 class TopK(nn.Module):
     """The parametrization w -> m * w, whose gradient goes straight through: m keeps the N largest
-    magnitudes of every M along a dimension."""
+    magnitudes of every M along a dimension, of V:N:M in the columns that V outputs share."""
 
     def __init__(self, pattern: Pattern, dim: int) -> None:
         super().__init__()
-        self.n, self.m, self.dim = pattern.n, pattern.m, dim
+        self.pattern, self.dim = pattern, dim
 
     def forward(self, weight: Tensor) -> Tensor:
-        groups = weight.detach().abs().movedim(self.dim, -1).unflatten(-1, (-1, self.m))
-        kept = groups.topk(self.n, dim=-1).indices
-        mask = torch.zeros_like(groups).scatter_(-1, kept, 1.0)
-        pruned = weight * mask.flatten(-2).movedim(-1, self.dim)
+        v, n, m = self.pattern.v, self.pattern.n, self.pattern.m
+        sizes = weight.detach().abs().movedim(self.dim, -1).unflatten(-1, (-1, m))
+        if v > 1:
+            blocks = sizes.unflatten(0, (-1, v)).sum(1)
+            sizes = sizes * largest(blocks, COLUMNS).repeat_interleave(v, 0)
+        pruned = weight * largest(sizes, n).flatten(-2).movedim(-1, self.dim)
         return weight + (pruned - weight).detach()
+
+
+def largest(sizes: Tensor, count: int) -> Tensor:
+    """1 for the ``count`` largest of the last dimension, 0 for the others."""
+    return torch.zeros_like(sizes).scatter_(-1, sizes.topk(count).indices, 1.0)
 
 
 def mask(model: nn.Module, pattern: Pattern, config: Config) -> None:
@@ -94,8 +101,7 @@ def mask(model: nn.Module, pattern: Pattern, config: Config) -> None:
     options = config.model.include, config.model.exclude or ()
     sparse, _ = select(model, pattern, *options, overrides=config.sparsity.overrides)
     for entry in sparse:
-        if entry.pattern is None or entry.pattern.v > 1:
-            raise ConfigError(f"{entry.name}: this loop masks N:M")
+        assert entry.pattern
         parametrization = TopK(entry.pattern, entry.dim)
         parametrize.register_parametrization(entry.module, entry.attribute, parametrization)
 
@@ -131,20 +137,13 @@ def loops(
     def config(recipe: str) -> Config:
         return composed(folder, [*words, f"recipe={recipe}", f"sparsity='{ratio}'"])
 
-    def recipe(arm: str, facts: Row) -> Call:
-        return nmruns_loop(config(arm), steps, facts)
-
-    def plain(pattern: Pattern | None, facts: Row) -> Call:
+    def loop(arm: str, facts: Row) -> Call:
+        if arm not in PLAIN_LOOPS:
+            return nmruns_loop(config(arm), steps, facts)
+        pattern = Pattern.parse(ratio) if arm == "masked_loop" else None
         return plain_loop(config("dense"), steps, pattern)
 
-    def loop(arm: str) -> Callable[[Row], Call]:
-        if arm == "plain_loop":
-            return partial(plain, None)
-        if arm == "masked_loop":
-            return partial(plain, Pattern.parse(ratio))
-        return partial(recipe, arm)
-
-    return {arm: loop(arm) for arm in dict.fromkeys(("dense", *arms))}
+    return {arm: partial(loop, arm) for arm in dict.fromkeys(("dense", *arms))}
 
 
 HEAD = "model", "N:M", "arm", "ms a step", "times as fast", "items/s", "layers by N:M products"
@@ -158,9 +157,8 @@ def line(row: Row) -> list[str]:
 
 
 def page(rows: list[Row], steps: int, device: torch.device) -> str:
-    clock = "" if device.type == "cuda" else f" of {harness.cpu_clock_name()}"
     title = (
-        f"Training steps: milliseconds{clock}, and times as fast as dense. Median [quartiles] of paired "
+        f"Training steps: milliseconds {harness.clock_name(device)}, and times as fast as dense. Median [quartiles] of paired "
         f"stretches of {steps} steps, n = {harness.samples(rows)}. Items are tokens or images."
     )
     table = aligned(HEAD, [line(row) for row in rows if "ms" in row])
@@ -189,5 +187,5 @@ def benchmark(
 
     with tempfile.TemporaryDirectory() as folder:
         device = prepare(composed(Path(folder), [*NETWORKS[models[0]], *overrides]))
-    clock = harness.Clock(device, flush=False) if device.type == "cuda" else harness.cpu_clock()
-    return Benchmark(cases(), partial(page, steps=steps, device=device), device, clock, rounds)
+    about = partial(page, steps=steps, device=device)
+    return Benchmark(cases(), about, device, harness.Clock(device), rounds)
