@@ -202,7 +202,7 @@ class Result:
                 trusted = consent.code_of(run.result["config"]) == consent.code_of(self.config)
                 run = replace(run, trusted=trusted)
                 return finished_run.network(run)[0]
-        except RuntimeError as error:
+        except (ValueError, RuntimeError) as error:
             raise RunError(" ".join(str(error).split())) from None
 
     def __repr__(self) -> str:
