@@ -10,7 +10,8 @@ if [ ! -x "$sources/bochs" ]; then
   # two mistakes of Bochs as of August 2026: the bytes of a weight have no sign, and a mask of 32 bits expands nothing
   sed -i -E '/^BX_CPP_INLINE Bit32u DPBDSU/,/^}/ s/Bit32s\(xbyte\[(.)\]\) \* Bit32u/Bit32s((Bit8s)xbyte[\1]) * Bit32s/' "$sources/cpu/avx/amx.cc"
   sed -i 's/= (1 << popcntd(opmask)) - 1;/= Bit32u((BX_CONST64(1) << popcntd(opmask)) - 1);/' "$sources/cpu/avx/avx512.cc"
-  (cd "$sources" && ./configure --enable-x86-64 --enable-avx --enable-evex --enable-amx --with-nogui --disable-plugins --disable-docbook &&
+  (cd "$sources" && ./configure --enable-x86-64 --enable-cpu-level=6 --enable-avx --enable-evex --enable-amx --enable-handlers-chaining \
+    --enable-repeat-speedups --enable-fast-function-calls --disable-gdb-stub --disable-plugins --disable-docbook --with-nogui &&
     make bochs) > "$RECORD/bochs.build" 2>&1
 fi
 

@@ -82,6 +82,17 @@ static inline __attribute__((always_inline)) void gather(const uint16_t *panel, 
   }
 }
 
+/* Two numbers in all lanes. */
+static inline __m512i pair_of(const uint16_t *from) {
+  int32_t pair;
+  memcpy(&pair, from, sizeof pair);
+  __m512i all = _mm512_set1_epi32(pair);
+#if defined(__clang__) /* whose release 16 crashes where the product would load the pair itself */
+  __asm__("" : "+v"(all));
+#endif
+  return all;
+}
+
 /* sums[row][half][16 tokens] of a tile of rows; its tiles of columns lie one after another. */
 static void multiply_by_vectors(const uint16_t *values, const uint16_t *pairs, int64_t count, float *sums) {
   for (int first = 0; first < TILE; first += ROWS) {
@@ -93,9 +104,7 @@ static void multiply_by_vectors(const uint16_t *values, const uint16_t *pairs, i
       __m512i a = _mm512_load_si512(pairs + p * 2 * PANEL), b = _mm512_load_si512(pairs + p * 2 * PANEL + PANEL);
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) {
-        int32_t pair;
-        memcpy(&pair, w + r * DEEP, sizeof pair);
-        __m512i both = _mm512_set1_epi32(pair);
+        __m512i both = pair_of(w + r * DEEP);
         sum[r][0] = dot(sum[r][0], both, a), sum[r][1] = dot(sum[r][1], both, b);
       }
     }
@@ -306,11 +315,7 @@ int nm_block_bf16_sampled(const uint16_t *x, const uint16_t *y, const int32_t *i
 #pragma GCC unroll 16
           for (int p = 0; p < LANES; p++)
 #pragma GCC unroll 8
-            for (int r = 0; r < ROWS; r++) {
-              int32_t two;
-              memcpy(&two, z + (first + r) * PANEL + 2 * p, sizeof two);
-              some[r] = dot(some[r], _mm512_set1_epi32(two), (__m512i)pair[p]);
-            }
+            for (int r = 0; r < ROWS; r++) some[r] = dot(some[r], pair_of(z + (first + r) * PANEL + 2 * p), (__m512i)pair[p]);
 #pragma GCC unroll 8
           for (int r = 0; r < ROWS; r++) _mm512_storeu_ps(sum + (first + r) * padded, some[r]);
         }
