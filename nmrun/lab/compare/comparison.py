@@ -17,10 +17,10 @@ import pandas as pd
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare import overall
-from nmrun.lab.compare.conditions import Condition
 from nmrun.lab.compare.differences import against
 from nmrun.lab.compare.notation import Key, label
 from nmrun.lab.compare.runs import (
+    Condition,
     Lines,
     check_name,
     filtered,

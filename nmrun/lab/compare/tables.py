@@ -205,7 +205,7 @@ class Table:
 
 
 # What stands beside the cells of a row, by the name of its column: a number or a text. All formats
-# have it.
+# have it, but not the table over all cells, which is of several tables.
 ROW_COLUMNS: dict[str, Callable[[Table, Key], Any]] = {}
 
 

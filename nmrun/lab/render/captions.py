@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from nmrun import ranges
 from nmrun.lab.compare import notation
-from nmrun.lab.compare.conditions import same
 from nmrun.lab.compare.notation import two_digits, unit, words
 from nmrun.lab.compare.overall import Overall
+from nmrun.lab.compare.runs import same
 from nmrun.lab.compare.statistics import FEWEST, Difference
 from nmrun.lab.compare.tables import Table
 from nmrun.lab.keys import options

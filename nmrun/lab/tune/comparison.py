@@ -22,10 +22,9 @@ from nmrun import atomic
 from nmrun.errors import ConfigError, RunError, refused
 from nmrun.lab.api.runs import raise_interrupt, unchanged
 from nmrun.lab.compare import notation
-from nmrun.lab.compare.comparison import Comparison
+from nmrun.lab.compare.comparison import Comparison, Query, divide
 from nmrun.lab.compare.notation import label
-from nmrun.lab.compare.runs import row, to_csv, usual_metric
-from nmrun.lab.compare.tables import build
+from nmrun.lab.compare.runs import row, to_csv
 from nmrun.lab.config import command_line
 from nmrun.lab.config.composition import Cache, config_of
 from nmrun.lab.config.identity import identity, run_folder
@@ -191,7 +190,6 @@ def score_text(trial: Trial | None) -> str:
 
 RUNS_CSV, TRIALS_CSV, TABLE = "runs.csv", "trials.csv", "table.md"
 CELL = "tuned.cell"
-IN_TITLE = ("dataset", "model", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -321,22 +319,11 @@ def _with_other_cells(
 
 
 def outcome_text(outcome: Outcome) -> str:
-    """The tables of the runs, one for each value of what was swept besides recipe and ratio, and
-    what the trials found, as Markdown."""
+    """The tables of the runs, with a row for each value of what else was swept, and what the trials
+    found, as Markdown."""
     parts = []
-    apart = list(dict.fromkeys(key for cell in outcome.cells for key in cell.apart))
-    rows = [key for key in apart if key.partition(".")[0] == "recipe"]
     if len(outcome.runs):
-        # a frame of runs has `optimizer` for `optimizer.name`
-        others = [key.removesuffix(".name") for key in apart if key not in rows]
-        groups = list(dict.fromkeys([*IN_TITLE, *others]))
-        labels = outcome.runs[groups].map(label).apply(tuple, axis=1)
-        for values, part in outcome.runs.groupby(labels):
-            table = build(part, usual_metric(part), ["recipe", *rows], ["sparsity"])
-            pairs = zip(groups, values, strict=True)
-            apart_by = [f"{key}={value}" for key, value in pairs if key not in IN_TITLE]
-            heading = f"{', '.join(apart_by)}\n\n" if apart_by else ""
-            parts.append(f"{heading}{formats.render(Comparison([table]), 'markdown')}")
+        parts.append(formats.render(Comparison(divide(outcome.runs, Query())), "markdown"))
     head = ["cell", "trials", "mean of three seeds", "settings", "time of tuning"]
     title = "What the trials found"
     if outcome.tuning:
