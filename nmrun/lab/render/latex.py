@@ -3,7 +3,6 @@ possible."""
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -35,7 +34,8 @@ def table(table: Table) -> str:
     """
     table = table.evenly()
     n = _usual(table)
-    above, columns = _columns(table)
+    keys = table.column_keys
+    columns = [escape(", ".join(notation.column(keys, column))) for column in table.columns]
     head = [*map(_heading, table.row_keys), *columns, *map(escape, ROW_COLUMNS)]
     comments = captions.caption(table)
     if table.baseline:
@@ -48,8 +48,8 @@ def table(table: Table) -> str:
         [*labels, *(_cell(figure, n) for figure in figures)]
         for labels, figures in grids.lines(table, name, "published")
     ]
-    keys, rules, caption = len(table.row_keys), len(table.references), _caption(table, n)
-    return environment(comments, caption, _name(table), [head, *rows], keys, rules, above)
+    labels, rules = len(table.row_keys), len(table.references)
+    return environment(comments, _caption(table, n), _name(table), [head, *rows], labels, rules)
 
 
 def over_all_cells(grid: Grid) -> str:
@@ -75,7 +75,6 @@ def environment(
     lines: Sequence[Sequence[str]],
     keys: int,
     references: int = 0,
-    above: Sequence[str] = (),
 ) -> str:
     """One ``table`` environment, or ``table*`` where it is too wide for a column of two.
 
@@ -96,7 +95,6 @@ def environment(
             rf"\label{{tab:{name}}}",
             rf"\begin{{tabular}}{{{'l' * keys}{'c' * (len(lines[0]) - keys)}}}",
             r"\toprule",
-            *above,
             head,
             r"\midrule",
             *rows,
@@ -136,25 +134,6 @@ def _in_math(text: str) -> str:
 
 def _heading(key: str) -> str:
     return escape({"recipe": "Recipe", "sparsity": "N:M", "metric": "Metric"}.get(key, key))
-
-
-def _columns(table: Table) -> tuple[list[str], list[str]]:
-    """The lines above the head, one for each key of columns but the last, and the head's columns."""
-    keys, columns = table.column_keys, table.columns
-    flat = [escape(", ".join(notation.column(keys, column))) for column in columns]
-    if len({column[:-1] for column in columns}) == len(columns):
-        return [], flat
-    above = []
-    for level in range(1, len(keys)):
-        cells, rules, first = [""] * len(table.row_keys), [], len(table.row_keys) + 1
-        for labels, group in itertools.groupby(columns, key=lambda column: column[:level]):
-            wide = len(list(group))
-            text = escape(*notation.column(keys[level - 1 : level], labels[-1:]))
-            cells.append(rf"\multicolumn{{{wide}}}{{c}}{{{text}}}")
-            rules.append(rf"\cmidrule(lr){{{first}-{first + wide - 1}}}")
-            first += wide
-        above += [" & ".join(cells) + r" \\", " ".join(rules)]
-    return above, [escape(*notation.column(keys[-1:], column[-1:])) for column in columns]
 
 
 def _usual(table: Table) -> int:

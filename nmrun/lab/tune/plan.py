@@ -167,20 +167,12 @@ def summary(cells: Sequence[TuningCell], trials: int) -> list[str]:
     for cell in cells:
         searched = "; ".join(f"{key} {search}" for key, search in cell.searched.items())
         lines.append(f"  {cell.name:<{width}}  {searched}")
-    seeds = sum(len(cell.seeds) for cell in cells)
+    seeds, repeats = sum(len(cell.seeds) for cell in cells), min(trials, FINALISTS) * len(AGAIN)
     lines.append(
-        f"  {quantity(len(cells), 'cell')}, in each {quantity(trials, 'trial')} and {_repeats(trials)} "
-        f"repeats of the best; {quantity(seeds, 'run')} of seeds: {total(cells, trials)} runs"
+        f"  {quantity(len(cells), 'cell')}, in each {quantity(trials, 'trial')} and {repeats} repeats of "
+        f"the best; {quantity(seeds, 'run')} of seeds: {len(cells) * (trials + repeats) + seeds} runs"
     )
     return lines
-
-
-def total(cells: Sequence[TuningCell], trials: int) -> int:
-    return sum(trials + _repeats(trials) + len(cell.seeds) for cell in cells)
-
-
-def _repeats(trials: int) -> int:
-    return min(trials, FINALISTS) * len(AGAIN)
 
 
 RATE = "optimizer.lr"

@@ -575,7 +575,7 @@ TOOLS = {
     "trainer.accumulate_grad_batches=2": "did you mean trainer.accumulate?",
     "trainer.optimizer=adam": "did you mean optimizer?",
     "ckpt_path=last.ckpt": "did you mean init?",
-    "table . baseline=dense": "write --baseline dense",
+    "table . baseline=dense": "baseline=dense: no such folder of runs",
     "table . --sort": "nmrun table --help",
     "report . --to a.html": "did you mean --out?",
     "--config-dir mine model=untargeted": "_target_",
