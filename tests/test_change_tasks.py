@@ -1,5 +1,5 @@
-"""What CONTRIBUTING.md says a new recipe, key, data set or metric takes is all that it takes: each is
-added to a copy of the package, which then has it in runs, help, checks and tables.
+"""What CONTRIBUTING.md says a new recipe, key, data set, metric or column takes is all that it takes:
+each is added to a copy of the package, which then has it in runs, help, checks and tables.
 """
 
 from __future__ import annotations
@@ -191,3 +191,22 @@ def test_a_metric_is_what_an_evaluation_returns(house: House):
     house.result("recipe=ste", "seed=1")
     table = house.nmrun("table", "outputs", "--metric", "test/top3", "--format", "json")
     assert "test/top3" in table.stdout, table.stderr
+
+
+def test_a_column_of_tables_is_a_line(house: House):
+    line = (
+        'ROW_COLUMNS["most"] = lambda table, row: max(c.mean for c in table.cells_of(row)).hex()\n'
+    )
+    house.insert("lab/compare/tables.py", "\n\ndef build(\n", line)
+    results = [house.result("recipe=ste", f"sparsity={ratio}") for ratio in ("2:4", "1:8")]
+    most = max(result["metrics"]["final"]["test/accuracy"] for result in results).hex()
+    for style in ("markdown", "latex", "csv", "json"):
+        table = house.nmrun("table", "outputs", "--format", style).stdout
+        assert "most" in table, table
+        assert most in table
+    assert house.nmrun("report", "outputs").returncode == 0
+    page = (house.folder / "outputs" / "report.html").read_text()
+    assert f"<td>{most}</td>" in page
+    code = "import nmrun; print(*nmrun.table('outputs')['most'])"
+    read = python("-c", code, cwd=house.folder, PYTHONPATH=str(house.code.parent))
+    assert read.stdout.split() == [most, most]

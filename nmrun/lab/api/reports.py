@@ -11,14 +11,13 @@ from matplotlib.figure import Figure
 
 from nmrun.errors import ConfigError
 from nmrun.lab.arguments import files_of_the_command
-from nmrun.lab.compare.comparison import Query, compare, keys, lines
+from nmrun.lab.compare.comparison import Keys, Query, compare, lines
 from nmrun.lab.compare.runs import filtered, read_runs, summary, typed
 from nmrun.lab.render import plots
 from nmrun.lab.render.style import Layout
 from nmrun.registry import choose
 
 Paths = str | Path | Sequence[str | Path]
-Keys = str | Sequence[str] | None
 
 
 def runs(path: Paths = "outputs", filter: Sequence[str] | str = ()) -> pd.DataFrame:
@@ -79,10 +78,7 @@ def table(
         ConfigError: for an unknown key, metric, condition or baseline, where no run is left, and
             where runs of a cell differ in more than their seed.
     """
-    query = Query(
-        keys(rows), keys(cols), keys(metric), _conditions(filter),
-        baseline=baseline or "", overall=overall,
-    )  # fmt: skip
+    query = Query.of(rows, cols, metric, _conditions(filter), baseline, overall)
     with files_of_the_command():
         comparison = compare(read_runs(_texts("path", path), strict=verify), query, intact=verify)
     head, *cells = lines(comparison)
@@ -106,8 +102,6 @@ def plot(
     filter: Sequence[str] | str = (),
     title: str | None = None,
     width: float | None = None,
-    height: float | None = None,
-    labels: Mapping[str, str] | None = None,
     ylim: tuple[float, float] | None = None,
     x: str | None = None,
 ) -> Figure:
@@ -124,8 +118,6 @@ def plot(
         baseline: the row that each is compared with, for ``overall``.
         title: above the figure; by default what all runs have in common, ``""`` for none.
         width: in inches; fonts keep their size.
-        height: likewise.
-        labels: names to show in place of the papers', ``{"step": "Ours"}``.
         ylim: the ends of the y axis as it is labelled, such as ``(90, 100)`` for accuracies.
         x: a config key to draw the metric against; for ``curves`` it is ``step``, ``epoch`` or
             ``seconds``.
@@ -135,11 +127,9 @@ def plot(
             several figures.
     """
     choose("kind", kind, plots.PLOTS)
-    query = Query(
-        keys(rows), keys(cols), keys(metric), _conditions(filter), baseline=baseline or ""
-    )
+    query = Query.of(rows, cols, metric, _conditions(filter), baseline)
     query, over = plots.along(x, kind, query)
-    layout = Layout(title, width, height, labels or {}, ylim, over)
+    layout = Layout(title, width, ylim, over)
     with files_of_the_command():
         figures = plots.plot(read_runs(_texts("path", path)), query, kind, layout)
     if len(figures) > 1:

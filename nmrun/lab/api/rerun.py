@@ -20,7 +20,6 @@ from nmrun.lab.keys import options as options_of
 from nmrun.lab.keys.ranges import START
 from nmrun.lab.records import settings, status
 from nmrun.lab.runs.run_folder import CONFIG, RESULT, RunFolder
-from nmrun.oneshot import METHODS
 from nmrun.patterns import RATIO_KEYS
 from nmrun.ranges import WEIGHTS, value_text
 
@@ -107,8 +106,6 @@ def _of_line(file: str, name: str, changed: Collection[str]) -> list[str]:
         known = f"; the first is {min(runs, key=len)}" if runs else ""
         raise ConfigError(f"{name}: no run is in that line{known}")
     run = {key: value for key, value in line.items() if value == value}  # else it is NaN: empty
-    if run["recipe"] in METHODS:
-        raise ConfigError(f"{name}: {run['recipe']} prunes without training, by nmrun prune")
     if "trainer.batch_size" not in run:
         raise ConfigError(f"{name}: the file has not all settings of a run; its page has a command")
     chosen = [group for group in options_of.GROUPS if group in run]

@@ -210,13 +210,6 @@ class Result:
         width = max(len(name) for name, _ in lines)
         return "\n".join(["nmrun.Result", *(f"  {name:{width}}  {value}" for name, value in lines)])
 
-    def _repr_html_(self) -> str:
-        from nmrun.lab.render.formats import html_table
-        from nmrun.lab.render.grids import Figure, Grid
-
-        lines = [([name], [Figure(value)]) for name, value in self._lines()]
-        return html_table(Grid(["nmrun.Result"], 1, ["", ""], lines))
-
     def _lines(self) -> list[tuple[str, str]]:
         config = self.config
         groups = ("dataset", "model", "recipe")

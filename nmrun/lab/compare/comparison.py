@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,10 +17,10 @@ import pandas as pd
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare import overall
-from nmrun.lab.compare.conditions import Condition
 from nmrun.lab.compare.differences import against
-from nmrun.lab.compare.notation import Key, label, named
+from nmrun.lab.compare.notation import Key, label
 from nmrun.lab.compare.runs import (
+    Condition,
     Lines,
     check_name,
     filtered,
@@ -31,10 +31,10 @@ from nmrun.lab.compare.runs import (
 from nmrun.lab.compare.statistics import Difference
 from nmrun.lab.compare.tables import ROW_COLUMNS, Run, Table, build, settings_apart
 
+Keys = str | Sequence[str] | None
 GROUPS = ("dataset", "model")  # of which each has a table
 ALL = "all cells"
 ALL_BUT = "all but"
-PARTS = 12  # tables that settings make; of more they are rows
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,30 @@ class Query:
     """A question about runs.
 
     ``rows`` and ``cols`` are config keys, or ``metric`` where there are several ``metrics`` (by
-    default that of the task). ``filter`` has conditions ``KEY=VALUE`` or ``KEY!=VALUE``. A cell
-    shows ``statistic``: ``mean``, ``median`` or ``best``, with ``digits`` after the point, or as
-    many as the deviation justifies. ``baseline`` is the row that others are compared with, by a
-    moderated t-test; ``overall``: over all cells of each data set as well."""
+    default that of the task). ``filter`` has conditions ``KEY=VALUE`` or ``KEY!=VALUE``.
+    ``baseline`` is the row that others are compared with, by a moderated t-test; ``overall``: over
+    all cells of each data set as well."""
 
     rows: tuple[str, ...] = ()
     cols: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
     filter: tuple[str, ...] = ()
-    statistic: str = "mean"
-    digits: int | None = None
     baseline: str = ""
     overall: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        rows: Keys = None,
+        cols: Keys = None,
+        metric: Keys = None,
+        filter: Sequence[str] = (),
+        baseline: str | None = None,
+        overall: bool = False,
+    ) -> Query:
+        """As a command or a call has it: names with commas between, or a sequence of such texts."""
+        names = keys(rows), keys(cols), keys(metric)
+        return cls(*names, tuple(filter), baseline or "", overall)
 
     def __post_init__(self) -> None:
         if not self.overall:
@@ -81,7 +92,7 @@ class Query:
         return [key for key in GROUPS if key not in keys]
 
 
-def keys(names: str | Sequence[str] | None) -> tuple[str, ...]:
+def keys(names: Keys) -> tuple[str, ...]:
     """Names separated by commas, or a sequence of such texts; repeated names count once."""
     text = names if isinstance(names, str) else ",".join(names or ())
     return tuple(dict.fromkeys(text.split(","))) if text else ()
@@ -107,10 +118,9 @@ def compare(runs: pd.DataFrame, query: Query, intact: bool = False) -> Compariso
     runs = filtered(runs, query.filter)
     if intact:
         verify(runs)
-    parts = _groups(runs, query.groups)
     tables = [
-        replace(_table(part, query, len(parts) > 1), control=_has_like(dense, part, query.groups))
-        for part in parts
+        replace(_table(part, query), control=_has_like(dense, part, query.groups))
+        for part in _groups(runs, query.groups)
     ]
     return Comparison(tables, overall.against(tables, query.baseline) if query.overall else [])
 
@@ -124,18 +134,10 @@ def _has_like(runs: pd.DataFrame, part: pd.DataFrame, groups: Sequence[str]) -> 
     return bool(runs[groups].isin(part[groups].to_dict("list")).all(axis=1).any())
 
 
-def _table(runs: pd.DataFrame, query: Query, one_of_several: bool) -> Table:
-    """The table of one data set and model; a mistake names them where there are several."""
+def _table(runs: pd.DataFrame, query: Query) -> Table:
     metric = ",".join(query.metrics) or usual_metric(runs)
-    places = query.row_keys, query.column_keys
-    try:
-        table = build(runs, metric, *places, query.statistic, query.digits, query.baseline)
-        return against(table, query.baseline) if query.baseline else table
-    except ConfigError as error:
-        if not one_of_several:
-            raise
-        name = ", ".join(str(runs[key].iloc[0]) for key in query.groups)
-        raise ConfigError(f"{name}: {error}") from None
+    table = build(runs, metric, query.row_keys, query.column_keys, query.baseline)
+    return against(table, query.baseline) if query.baseline else table
 
 
 def _check(runs: pd.DataFrame, query: Query) -> None:
@@ -151,18 +153,6 @@ def _check(runs: pd.DataFrame, query: Query) -> None:
         raise ConfigError(
             f"--metric {','.join(query.metrics)}: several metrics need a place: --cols metric, say, with --rows recipe,sparsity"
         )
-
-
-def check_labels(tables: Sequence[Table], labels: Iterable[str]) -> None:
-    """Raise ConfigError for a name of ``labels`` that occurs nowhere in the tables."""
-    groups = (*GROUPS, "optimizer")
-    known = {table.shared[key] for table in tables for key in groups if key in table.shared}
-    for table in tables:
-        for keys, places in ((table.row_keys, table.rows), (table.column_keys, table.columns)):
-            pairs = [pair for place in places for pair in zip(keys, place, strict=True)]
-            known |= {text for key, label in pairs for text in (label, named(key, label))}
-    for name in labels:
-        check_name(name, sorted(known - {"-"}), "label")
 
 
 def one_metric(query: Query) -> None:
@@ -256,38 +246,18 @@ def _of_rows(rows: Sequence[overall.Overall], keys: Key) -> Lines:
 # --- runs of any settings -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TableSection:
-    """The table of some runs, and the settings that distinguish them from the other parts."""
-
-    table: Table
-    settings: dict[str, str]
-
-
-def divide(runs: pd.DataFrame, query: Query) -> list[TableSection]:
-    """Compare runs of any settings: by data set and model, and by whatever else would be averaged
-    over. Settings of recipes (``recipe.decay``) become rows, all others tables of their own.
-    """
-    runs = filtered(runs, query.filter)
-    for key in (*query.row_keys, *query.column_keys):
-        check_name(key, list(runs.columns), "key")
+def divide(runs: pd.DataFrame, query: Query) -> list[Table]:
+    """Compare runs of any settings: by data set and model, with a row for each value of whatever
+    else would be averaged over."""
     one_metric(query)
-    parts = []
+    _check(runs, query)
+    runs = filtered(runs, query.filter)
+    tables = []
     for group in _groups(runs, query.groups):
         apart = _apart(group, (*query.row_keys, *query.column_keys))
-        outer = [key for key in apart if key.partition(".")[0] != "recipe"]
-        labels = group[outer].map(label).apply(tuple, axis=1) if outer else None
-        if labels is None or labels.nunique() > PARTS:
-            divided: list[tuple[Key, pd.DataFrame]] = [((), group)]
-            inner = apart
-        else:
-            divided = list(group.groupby(labels, sort=False))
-            inner = [key for key in apart if key not in outer]
-        subquery = replace(query, filter=(), rows=(*query.row_keys, *inner))
-        for values, part in divided:
-            settings = dict(zip(outer, map(str, values), strict=False))
-            parts += [TableSection(table, settings) for table in compare(part, subquery).tables]
-    return parts
+        rows = (*query.row_keys, *apart)
+        tables += compare(group, replace(query, filter=(), rows=rows)).tables
+    return tables
 
 
 def _apart(runs: pd.DataFrame, keys: Key) -> list[str]:

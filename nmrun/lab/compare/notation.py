@@ -163,17 +163,11 @@ def signed(value: float, metric: str, decimals: int | None = None) -> str:
 
 
 def interval(
-    value: float,
-    low: float | None,
-    high: float | None,
-    metric: str,
-    error: float | None,
-    digits: int | None = None,
+    value: float, low: float | None, high: float | None, metric: str, error: float | None
 ) -> str:
     """A difference with its interval, ``-0.5 [-0.9, -0.1]``, all in the metric's own unit. It has
-    the digits of the standard ``error``, or ``digits`` after the point.
-    """
-    decimals = places(value, metric, error) if digits is None else digits
+    the digits of the standard ``error``."""
+    decimals = places(value, metric, error)
     ends = [signed(end, metric, decimals) for end in (low, high) if end is not None]
     return signed(value, metric, decimals) + (f" [{', '.join(ends)}]" if ends else "")
 
@@ -252,12 +246,11 @@ def order(text: str) -> tuple[int, float, int, str]:
 # --- names as papers write them -------------------------------------------------------------------
 
 
-def written(label: str, aliases: Mapping[str, str] | None = None) -> str:
-    """A label as papers write it, ``SR-STE`` for ``sr_ste``; the user's ``aliases`` win."""
-    names = {**PAPERS, **(aliases or {})}
-    if label in RECIPES and label not in names:
+def written(label: str) -> str:
+    """A label as papers write it, ``SR-STE`` for ``sr_ste``."""
+    if label in RECIPES:
         return recipe_facts(RECIPES[label]).title
-    return names.get(label, RESNET.sub(r"ResNet-\1", label))
+    return PAPERS.get(label, RESNET.sub(r"ResNet-\1", label))
 
 
 def bare(name: str) -> str:
@@ -289,12 +282,10 @@ def setting(key: str) -> str:
     return SETTINGS.get(key, named if dot else key)
 
 
-def column(
-    keys: Sequence[str], labels: Sequence[str], aliases: Mapping[str, str] | None = None
-) -> list[str]:
+def column(keys: Sequence[str], labels: Sequence[str]) -> list[str]:
     """The labels of a row or column as papers write them, settings with their names (``lr=0.001``)."""
     return [
-        metric(label) if key == "metric" else written(named(key, label), aliases)
+        metric(label) if key == "metric" else written(named(key, label))
         for key, label in zip(keys, labels, strict=True)
         if label != "-"
     ] or ["-"]

@@ -9,14 +9,14 @@ import io
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
-from nmrun.errors import ConfigError, RunError, neutral, tell
-from nmrun.lab.compare.conditions import Condition, same
+from nmrun.errors import ConfigError, RunError, neutral, refused, tell
 from nmrun.lab.compare.notation import label
 from nmrun.lab.config import sources
 from nmrun.lab.config.identity import GROUPS, OF_COMMAND
@@ -33,10 +33,9 @@ from nmrun.lab.runs.run_folder import (
     walk,
     weights_in,
 )
-from nmrun.patterns import RATIO_KEYS, Pattern, PatternError, written
+from nmrun.patterns import RATIO_KEYS, Pattern, written
 from nmrun.registry import did_you_mean, no_such
 
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet takes texts that begin so for formulas
 Lines = list[list[Any]]  # the head, then a line for each cell or run
 FIRST = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "seed", "status")
 LAST = ("seconds", "metric", "events", "commit", "id", "folder")
@@ -44,6 +43,7 @@ NEEDED = {"recipe", "sparsity", "seed", "status", "metric", "dataset", "model"} 
 STATUSES = ("finished", "failed", "interrupted")  # that a CSV file may have
 # in a CSV file these stay texts, even where they consist of digits
 TEXTS = {"id", "commit", "dataset.sha256", *(f"{group}.{SOURCE}" for group in sources.OWN)}
+OUTSIDE_BRACKETS = re.compile(r",(?![^\[{(]*[\]})])")
 LOCAL = {"folder", "track", *OF_COMMAND}  # change no result
 
 
@@ -56,14 +56,10 @@ def read_runs(
     ``strict``.
     """
     for path in paths:
-        if path.endswith(".csv") and Path(path).is_file():
-            continue
-        if Path(path).is_file():
-            raise ConfigError(f"{path}: it is a file; name a folder of runs, or a CSV file of them")
-        if not Path(path).is_dir():
-            what = "file" if path.endswith(".csv") else "folder"
-            hint = f"; --filter {path} chooses among the runs of one" if "=" in path else ""
-            raise ConfigError(f"{path}: no such {what}{hint}")
+        if not (Path(path).is_dir() or (path.endswith(".csv") and Path(path).is_file())):
+            raise ConfigError(
+                f"{path}: no such folder of runs, nor a CSV file of them; --filter chooses among runs"
+            )
     collected = collect(paths, strict, folders)
     if collected.empty:
         raise ConfigError(f"no run below {', '.join(paths)} (a run's folder holds result.json)")
@@ -173,48 +169,38 @@ def from_csv(path: str | Path) -> list[dict[str, Any]]:
     """Read what :func:`to_csv` wrote, as rows of :func:`collect`. ``folder`` is the line in the
     file. A spreadsheet may have saved the file, with a UTF-8 mark at the beginning; empty lines are
     skipped. Raises ConfigError for any other file."""
-    try:
-        with Path(path).open(encoding="utf-8-sig", newline="") as file:
-            table = [[neutral(text) for text in line] for line in csv.reader(file)]
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: no file of runs: it is not UTF-8") from None
-    except (OSError, csv.Error) as error:
-        raise ConfigError(f"{path}: no file of runs: {error}") from None
-    head, *lines = table or [[]]
-    if missing := sorted(NEEDED - set(head)):
-        raise ConfigError(f"{path}: no file of runs: it has no column {', '.join(missing)}")
-    if not any(lines):
-        raise ConfigError(f"{path}: no run in it")
     runs = []
-    for number, line in enumerate(lines, 2):
-        if not line:
-            continue
-        if len(line) != len(head):
-            raise ConfigError(f"{path}, line {number}: {len(head)} values are needed")
-        run = {name: _value(name, text) for name, text in zip(head, line, strict=True)}
-        if problem := _problem(run):
-            raise ConfigError(f"{path}, line {number}: {problem}")
-        without = dict.fromkeys(LAST, math.nan)
-        runs.append({**without, **run, "folder": f"{path}:{number}"})
+    with (
+        refused(f"{path}: no file of runs: ", OSError, ValueError, csv.Error),
+        Path(path).open(encoding="utf-8-sig", newline="") as file,
+    ):
+        reader = csv.DictReader(file)
+        if missing := sorted(NEEDED - {*(reader.fieldnames or ())}):
+            raise ConfigError(f"it has no column {', '.join(missing)}")
+        for line in reader:
+            with refused(f"line {reader.line_num}: ", ConfigError):
+                run = _run(line)
+            without = dict.fromkeys(LAST, math.nan)
+            runs.append({**without, **run, "folder": f"{path}:{reader.line_num}"})
+        if not runs:
+            raise ConfigError("no run is in it")
     return runs
 
 
-def _problem(run: dict[str, Any]) -> str:
-    """What is wrong with the values of a line, or nothing."""
+def _run(line: dict[str, str]) -> dict[str, Any]:
+    """The values of a line. Raises ConfigError for one that no run has."""
+    if None in line or None in line.values():
+        raise ConfigError("it has not as many values as there are columns")
+    run = {neutral(name): _value(name, neutral(text)) for name, text in line.items()}
     if run["status"] not in STATUSES:
-        return f"status={run['status']}: it takes {', '.join(STATUSES)}"
-    if type(run["seed"]) is not int:
-        return f"seed={run['seed']} is no whole number"
-    try:
-        if run["sparsity"] != "dense":
-            Pattern.parse(run["sparsity"])
-    except PatternError as error:
-        return f"sparsity: {error}"
+        raise ConfigError(f"status={run['status']}: it takes {', '.join(STATUSES)}")
+    if run["sparsity"] != "dense":
+        Pattern.parse(run["sparsity"])
     for name, value in run.items():
-        number = value is None or type(value) in (int, float)
-        if not number and ("/" in name or name == "seconds"):
-            return f"{name}={value} is no number"
-    return ""
+        is_number = "/" in name or name in ("seed", "seconds")
+        if is_number and value is not None and type(value) not in (int, float):
+            raise ConfigError(f"{name}={value} is no number")
+    return run
 
 
 def _value(name: str, text: str) -> Any:
@@ -225,7 +211,7 @@ def _value(name: str, text: str) -> Any:
         for kind in (int, float):
             with contextlib.suppress(ValueError):
                 return kind(text)
-    return text[1:] if text[:1] == "'" and text[1:].startswith(FORMULA) else text
+    return text
 
 
 def to_csv(runs: pd.DataFrame) -> str:
@@ -268,6 +254,39 @@ def usual_metric(runs: pd.DataFrame) -> str:
     return (
         f"eval/{name}" if len(names) and not tested and f"eval/{name}" in runs else f"test/{name}"
     )
+
+
+class Condition(NamedTuple):
+    """What ``--filter`` takes: the runs in which ``key`` has one of ``values``, or with ``others``
+    those in which it has another."""
+
+    key: str
+    values: list[str]
+    others: bool
+
+    @classmethod
+    def of(cls, text: str) -> Condition:
+        """``recipe=ste,sr_ste`` has two values, ``optimizer.betas=[0.9,0.98]`` one; ``recipe!=ste``
+        is for others. ConfigError where the text is no condition."""
+        key, equals, values = text.partition("=")
+        if not equals:
+            raise ConfigError(
+                f"--filter {text}: write KEY=VALUE, such as recipe=ste, or KEY!=VALUE (folders come before --filter)"
+            )
+        named = [value.strip() for value in OUTSIDE_BRACKETS.split(values)]
+        return cls(key.removesuffix("!"), named, key.endswith("!"))
+
+    def fits(self, value: str) -> bool:
+        return self.others != any(same(value, named) for named in self.values)
+
+
+def same(a: str, b: str) -> bool:
+    """Whether two texts are one value: ``0.001`` and ``1e-3``, ``[1,2]`` and ``[1, 2]``."""
+    a, b = a.replace(" ", ""), b.replace(" ", "")
+    try:
+        return a == b or float(a) == float(b)
+    except ValueError:
+        return False
 
 
 def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
@@ -337,13 +356,10 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
 
 def as_text(lines: Lines, style: str) -> str:
     """Lines as ``csv`` or ``json`` (a list of objects). In CSV a list is its items with spaces
-    between, and texts that a spreadsheet would take for formulas begin with an apostrophe. In JSON
-    an infinite number is null.
-    """
+    between. In JSON an infinite number is null."""
     if style == "csv":
         out = io.StringIO()
-        cells = ([_no_formula(_join(cell)) for cell in line] for line in lines)
-        csv.writer(out, lineterminator="\n").writerows(cells)
+        csv.writer(out, lineterminator="\n").writerows(map(_join, line) for line in lines)
         return out.getvalue()
     head, *rest = lines
     records = [documents.strict(dict(zip(head, line, strict=True))) for line in rest]
@@ -354,16 +370,6 @@ def _join(value: Any) -> Any:
     if isinstance(value, dict):
         return label(value)
     return " ".join(map(str, value)) if isinstance(value, list) else value
-
-
-def _no_formula(value: object) -> object:
-    """A text that a spreadsheet would take for a formula, with an apostrophe that keeps it a text."""
-    if not isinstance(value, str) or value == "-" or not value.startswith(FORMULA):
-        return value
-    with contextlib.suppress(ValueError):
-        float(value)
-        return value
-    return f"'{value}"
 
 
 def as_lines(runs: pd.DataFrame) -> Lines:

@@ -278,10 +278,3 @@ def detectable(freedom: float, level: float) -> float:
         power = (special.ndtr(middle - bars) + special.ndtr(-bars - middle)).mean()
         low, high = (middle, high) if power < POWER else (low, middle)
     return high
-
-
-def cell_value(cell: Cell, statistic: str, higher_is_better: bool) -> float | None:
-    """A cell's ``mean``, ``median`` or ``best``."""
-    if statistic == "best":
-        return (max if higher_is_better else min)(cell.values.values(), default=None)
-    return cell.median if statistic == "median" else cell.mean

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import shlex
 import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,7 +28,6 @@ from nmrun.lab.compare.statistics import (
     FEWEST,
     Cell,
     Difference,
-    cell_value,
     grain,
     summarise,
 )
@@ -69,7 +67,6 @@ class Table:
     """
 
     metric: str
-    statistic: str
     row_keys: Key
     column_keys: Key
     rows: list[Key]
@@ -89,7 +86,6 @@ class Table:
     paper: dict[str, dict[str, str]] = field(default_factory=dict)
     paper_source: str = ""
     pruned: str = ""
-    digits: int | None = None
     even: dict[tuple[Key, str], int] = field(default_factory=dict)
     failed: int = 0
     runs: pd.DataFrame = field(default_factory=pd.DataFrame, repr=False, compare=False)
@@ -117,8 +113,6 @@ class Table:
     def digits_of(self, place: Place, value: float, spread: float | None) -> int | None:
         """Digits after the point of a value and its deviation; None: as a value without spread."""
         metric = self.metric_of(*place)
-        if self.digits is not None and not metric.startswith("flops/"):
-            return self.digits
         if spread is not None and not deviates(value, spread):
             return None
         own = None if spread is None else places(value, metric, spread)
@@ -127,8 +121,6 @@ class Table:
     def evenly(self) -> Table:
         """The same with one number of digits in each column, that of most of its cells; and with
         the best cells that tie then."""
-        if self.digits is not None or self.statistic != "mean":
-            return self
         even = {}
         for (column, metric), cells in self._by_metric.items():
             digits = Counter(
@@ -213,7 +205,7 @@ class Table:
 
 
 # What stands beside the cells of a row, by the name of its column: a number or a text. All formats
-# have it.
+# have it, but not the table over all cells, which is of several tables.
 ROW_COLUMNS: dict[str, Callable[[Table, Key], Any]] = {}
 
 
@@ -222,8 +214,6 @@ def build(
     metric: str,
     row_keys: Sequence[str],
     column_keys: Sequence[str],
-    statistic: str = "mean",
-    digits: int | None = None,
     baseline: str = "",
 ) -> Table:
     """Fold runs of one data set and model into a table. Columns go from dense to sparse, recipes in
@@ -277,7 +267,6 @@ def build(
     commits = sorted({c[:7] for run in everything if isinstance(c := run.get("commit"), str)})
     table = Table(
         metric,
-        statistic,
         rows,
         columns,
         row_labels,
@@ -290,7 +279,6 @@ def build(
         commits,
         _candidates(members) if "best/" in metric else {},
         pruned="all" if not trained else ", ".join(dict.fromkeys(run["recipe"] for run in pruned)),
-        digits=digits,
         runs=runs,
     )
     table = _set_apart(table)
@@ -373,29 +361,16 @@ def _cell(group: Sequence[Run]) -> Cell:
     return summarise(values, without, failed)
 
 
-def _of_failed(cells: Sequence[Sequence[Run]]) -> str:
-    """A hint on how to find failed runs, if the other runs of each cell are alike."""
-    others = [[run for run in runs if run["status"] != "failed"] for runs in cells]
-    if any(map(settings_apart, others)):
-        return ""
-    count = sum(map(len, cells)) - sum(map(len, others))
-    return f"; {count} of these runs failed, which nmrun status lists"
-
-
 def _check_alike(members: Mapping[Place, Sequence[Run]], rows: Key) -> None:
     names = {place: f"{' '.join(place[0])} at {' '.join(place[1])}" for place in members}
     apart = {place: keys for place, runs in members.items() if (keys := settings_apart(runs))}
     if apart:
         differing = list(dict.fromkeys(key for keys in apart.values() for key in keys))
-        refused = [run for place in apart for run in members[place]]
-        choice = " ".join(map(shlex.quote, _usual(refused, differing)))
         first, *more = (names[place] for place in apart)
         others = f" and {quantity(len(more), 'more cell')}" if more else ""
         raise ConfigError(
             f"{first}{others} would average over runs that differ in {', '.join(differing)}; "
-            f"tell them apart with --rows {','.join([*rows, *differing])}"
-            + (f", or choose with --filter {choice}" if choice else "")
-            + _of_failed([members[place] for place in apart])
+            f"tell them apart with --rows {','.join([*rows, *differing])}, or choose with --filter"
         )
     for place, runs in members.items():
         seed, count = Counter(run["seed"] for run in runs).most_common(1)[0]
@@ -404,18 +379,6 @@ def _check_alike(members: Mapping[Place, Sequence[Run]], rows: Key) -> None:
             raise ConfigError(
                 f"{names[place]} would count seed {seed} {count} times: {folders}; name the folders of one set of runs only"
             )
-
-
-def _usual(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
-    """A condition for each key: its commonest value among the runs that meet the conditions
-    before."""
-    conditions = []
-    for key in keys:
-        counts = Counter(text for run in runs if (text := label(run[key])) != "-")
-        for value, _ in counts.most_common(1):
-            conditions.append(f"{key}={value}")
-            runs = [run for run in runs if label(run[key]) in (value, "-")]
-    return conditions
 
 
 def settings_apart(runs: Sequence[Run]) -> list[str]:
@@ -449,13 +412,12 @@ def _best(table: Table) -> list[Place]:
     rivals: dict[Place, dict[Place, float]] = {}
     for (row, column), cell in table.cells.items():
         metric = table.metric_of(row, column)
-        value = cell_value(cell, table.statistic, table.higher_is_better(metric))
         # for other logged values neither direction is better
-        if value is None or row in table.references or metric.startswith("mean/"):
+        if cell.mean is None or row in table.references or metric.startswith("mean/"):
             continue
         along, across = (row, column) if axis == "column" else (column, row)
         same = tuple(text for key, text in zip(keys, along, strict=True) if key in agree)
-        rivals.setdefault((across, same), {})[row, column] = value
+        rivals.setdefault((across, same), {})[row, column] = cell.mean
     return [place for values in rivals.values() for place in _ties(table, values)]
 
 
@@ -466,8 +428,7 @@ def _ties(table: Table, values: Mapping[Place, float]) -> list[Place]:
     top = (max if table.higher_is_better(metric) else min)(values, key=values.__getitem__)
 
     def digits(place: Place) -> int:
-        spread = table.cells[place].sd if table.statistic == "mean" else None
-        decimals = table.digits_of(place, values[place], spread)
+        decimals = table.digits_of(place, values[place], table.cells[place].sd)
         return places(values[place], metric) if decimals is None else decimals
 
     def ties(place: Place) -> bool:

@@ -1,5 +1,5 @@
 """The lines above a table: what the numbers are, how they were compared, and what to beware of, if
-anything. :func:`method` has the rest."""
+anything. ``docs/statistics.md`` has the rest."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from nmrun import ranges
 from nmrun.lab.compare import notation
-from nmrun.lab.compare.conditions import same
 from nmrun.lab.compare.notation import two_digits, unit, words
 from nmrun.lab.compare.overall import Overall
+from nmrun.lab.compare.runs import same
 from nmrun.lab.compare.statistics import FEWEST, Difference
 from nmrun.lab.compare.tables import Table
 from nmrun.lab.keys import options
@@ -21,23 +21,22 @@ from nmrun.lab.render import cautions
 SPLITS = {"test": "on the test split", "eval": "on the validation split"}
 STAR = "*: p < 0.05"
 POWER = "80 % power to find a true difference"
-STATISTICS = {"mean": "mean +- standard deviation", "median": "median", "best": "best"}
 
 
-def title(table: Table, aliases: Mapping[str, str] | None = None) -> str:
+def title(table: Table, in_papers: bool = False) -> str:
     """What all runs of the table have in common: model and data set, optimizer, and epochs or
     steps. Model and data set are followed by settings that are not their defaults, one-shot pruning
     by its calibration data.
 
-    Names are those of papers and the user's ``aliases``; None: as they are in configs.
+    Names are those of configs, or as they stand ``in_papers``.
     """
     has, named = dict(table.shared), set[str]()
-    if aliases is not None:
+    if in_papers:
         depth = has.get("model.depth")
         if depth and re.search(r"\d$", has.get("model", "")):  # as resnet20 has it in its name
             has["model"], named = re.sub(r"\d+$", depth, has["model"]), {"depth"}
         groups = (key for key in ("model", "dataset", "optimizer") if key in has)
-        has |= {key: notation.written(has[key], aliases) for key in groups}
+        has |= {key: notation.written(has[key]) for key in groups}
     where = " on ".join(
         has[key] + _other_than(key, table.shared, named)
         for key in ("model", "dataset")
@@ -92,7 +91,7 @@ def caption(table: Table) -> list[str]:
         what = f"{name} {SPLITS.get(split, f'({split})')}{_in(table.metric)}, {weights}"
     else:
         what = f"{split}{_in(table.metric)}"
-    line = f"{what}; {STATISTICS[table.statistic]} (number of seeds)"
+    line = f"{what}; mean +- standard deviation (number of seeds)"
     line += f"; bold: {bold(table)}" if table.best else ""
     return [*filter(None, [title(table), line]), *_cautions(table)]
 
@@ -130,37 +129,9 @@ def comparison(table: Table) -> list[str]:
     notes = [f"moderated t-test, Holm's correction for {quantity(len(tested), 'comparison')}{star}"]
     if any(gap.n < FEWEST for gap in gaps):
         notes.append("no test for fewer than three seeds")
-    if least := smallest(table, ends=False):
+    if least := smallest(table):
         notes.append(f"{POWER} of {least} (median)")
     return [f"{first} and p-value (number of seeds)", "; ".join(notes), *beware]
-
-
-def method(table: Table) -> str:
-    """Sentences on how the numbers of the table were computed."""
-    sentences = []
-    if table.best:
-        sentences.append("Recipes that equal the best at the digits shown are bold as well")
-    if any(len(columns) > 1 for columns in table.stands.values()):
-        others = [notation.setting(key) for key in table.column_keys if key != "sparsity"]
-        its = f" of its {' and '.join(others)}" if others else ""
-        sentences.append(f"Dense training has no ratio and stands in every column{its}")
-    sentences += cautions.tuned(table)[1:]
-    if len(table.commits) > 1:
-        sentences.append(f"The versions of the code are {', '.join(table.commits)}")
-    if table.baseline:
-        gaps = list(table.differences.values())
-        sentences.append(
-            "Differences are over the seeds that both have, and a failed seed counts as the worst other run of its cell. "
-            "Each interval is Student's, not corrected, with a moderated spread of at least one step of the metric"
-        )
-        if any(gap.n == 1 for gap in gaps):
-            sentences.append("No interval for one seed")
-        if tests := sum(gap.p is not None for gap in gaps):
-            sentences.append(
-                f"Tests are two-sided, and Holm's method begins with the level 0.05/{tests}"
-            )
-            sentences += _least(table)
-    return " ".join(f"{text[:1].upper()}{text[1:]}." for text in sentences)
 
 
 def _cautions(table: Table) -> list[str]:
@@ -177,9 +148,9 @@ def _line(notes: list[str]) -> list[str]:
     return ["; ".join(notes)] if notes else []
 
 
-def smallest(table: Table, ends: bool = True) -> str:
+def smallest(table: Table) -> str:
     """The smallest difference that could have been detected in each metric: the median over the
-    cells, with ``ends`` also the range. Empty where no deviation is known."""
+    cells. Empty where no deviation is known."""
     by_metric: dict[str, list[float]] = {}
     for place, gap in table.differences.items():
         if gap.least is not None:
@@ -187,19 +158,8 @@ def smallest(table: Table, ends: bool = True) -> str:
     texts = []
     for metric, least in by_metric.items():
         where = f" in {metric}" if len(by_metric) > 1 else ""
-        rest = (
-            f" ({two_digits(min(least), metric)} to {two_digits(max(least), metric)})"
-            if ends and len(least) > 1
-            else ""
-        )
-        texts.append(f"{two_digits(statistics.median(least), metric)}{rest}{where}")
+        texts.append(f"{two_digits(statistics.median(least), metric)}{where}")
     return ", ".join(texts)
-
-
-def _least(table: Table) -> list[str]:
-    if not (difference := smallest(table)):
-        return []
-    return [f"At that level there is {POWER} of {difference}, median (and range) over the cells"]
 
 
 def _in(metric: str, difference: bool = False) -> str:

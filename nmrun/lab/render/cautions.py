@@ -43,52 +43,38 @@ def unlike(table: Table) -> list[str]:
 def selection(table: Table) -> list[str]:
     """How the runs were chosen: the best weights of each, and its settings."""
     split, _, _ = table.metric.removeprefix("best/").partition("/")
-    by_trials = tuned(table)
+    tuning = tuned(table)
     choices, notes = [], []
     if split == "eval" and not table.several_metrics:
         if table.metric.startswith("best/"):
             choices.append("weights")
-        if by_trials:
+        if tuning:
             choices.append("settings")
     if choices:
         notes.append(f"these {' and '.join(choices)} were chosen by this very split")
     if table.candidates:
         notes.append(f"the best weights are of epochs with N:M weights: {_chosen_from(table)}")
-    return notes + by_trials[:1]
+    return notes + tuning
 
 
 def tuned(table: Table) -> list[str]:
-    """By how many trials of ``nmrun tune`` each row was tuned, and then, where that is known, over
-    which settings. Rows that differ in ``tuned.trials`` are named by that alone; empty for none."""
+    """By how many trials of ``nmrun tune`` each row was tuned. Rows that differ in ``tuned.trials``
+    are named by that alone; empty for none."""
     keys = [key for key in table.row_keys if key != "metric"]
     by_trials: dict[str, dict[str, None]] = {}  # names of rows, in order
-    by_spaces: dict[Key, dict[str, None]] = {}
     for run in table.runs.to_dict("records"):
         name = " ".join(label(run[key]) for key in keys)
-        trials, spaces = "none", tuple[str, ...]()
-        if isinstance(searches := run.get("tuned.over"), str):
+        trials = "none"
+        if isinstance(run.get("tuned.over"), str):
             count, by = run["tuned.trials"], notation.bare(run["tuned.by"])
             trials = f"{count} trials by {by}, the best two with three seeds"
-            spaces = tuple(map(_space, searches.split("; ")))
         number = f"tuned.trials {label(run.get('tuned.trials', math.nan))}"
         by_trials.setdefault(trials, {})[number if "tuned.trials" in keys else name] = None
-        by_spaces.setdefault(spaces, {})[name] = None
     if set(by_trials) <= {"none"}:
         return []
     several = [f"{how} ({', '.join(rows)})" for how, rows in by_trials.items()]
     each = next(iter(by_trials)) if len(by_trials) == 1 else ", ".join(several)
-    first, *others = by_spaces
-    common = [space for space in first if all(space in other for other in others)]
-    over = [f"all over {', '.join(common)}"] if common else []
-    for searched, rows in by_spaces.items():
-        if rest := [space for space in searched if space not in common]:
-            over.append(f"{', '.join(rows)} over {' and '.join(rest)}")
-    return [f"each cell tuned before by {each}", *(["; ".join(over)] if over else [])]
-
-
-def _space(over: str) -> str:
-    key, _, search = over.partition(" ")
-    return f"{notation.setting(key)} {search}"
+    return [f"each cell tuned before by {each}"]
 
 
 def _chosen_from(table: Table) -> str:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nmrun import atomic
 from nmrun.errors import ConfigError, folded, neutral, raise_all
-from nmrun.lab.arguments import Parser, files_of_the_command, in_range
-from nmrun.lab.keys.ranges import INCHES, LIMITS
-from nmrun.ranges import whole
+from nmrun.lab.arguments import Parser, files_of_the_command
 
 if TYPE_CHECKING:
     from nmrun.lab.compare.comparison import Query
@@ -24,6 +21,14 @@ FORMATS = ("markdown", "latex", *RECORDS)
 BY_SUFFIX = {".md": "markdown", ".tex": "latex"} | {f".{name}": name for name in RECORDS}
 SUFFIXES = (".png", ".svg", ".pdf")
 PLOTS = ("ratio", "curves", "flops", "overall")
+# the options of nmrun table that stand beside these
+BESIDE = {
+    "runs": ("paths", "filter", "format", "out", "verify"),
+    "experiment": (
+        *("paths", "rows", "cols", "metric", "filter", "baseline"),
+        *("scale", "figures", "format", "out", "verify"),
+    ),
+}
 
 
 def table(argv: Sequence[str]) -> int:
@@ -39,25 +44,7 @@ def table(argv: Sequence[str]) -> int:
         action="store_true",
         help="a line for each run instead, as csv (default) or json",
     )
-    _labels(parser, "names in LaTeX")
-    parser.add_argument(
-        "--show",
-        default="mean",
-        choices=("mean", "median", "best"),
-        help="what a cell shows (default: mean, with standard deviation)",
-    )
-    parser.add_argument(
-        "--digits",
-        type=in_range(int, whole(0, 12)),
-        metavar="N",
-        help="digits after the point (default: as many as the deviation leaves)",
-    )
-    parser.add_argument(
-        "--method",
-        action="store_true",
-        help="explain below each table how its numbers are computed",
-    )
-    _comparison(parser, "such as dense")
+    _baseline(parser, "such as dense")
     parser.add_argument(
         "--overall",
         action="store_true",
@@ -87,100 +74,81 @@ def table(argv: Sequence[str]) -> int:
     )
     with files_of_the_command():
         options = parser.parse_intermixed_args(argv)
-        raise_all(_unfit(options))
-        if options.experiment:
-            return _experiments(options)
-        _write(_content(options, argv), _format(options), options.out)
+        suffix = options.out.suffix.lower() if options.out else ""
+        style = options.format or BY_SUFFIX.get(suffix, "csv" if options.runs else "markdown")
+        given = {key for key, value in vars(options).items() if value != parser.get_default(key)}
+        raise_all(_unfit(given, style, suffix))
+        if options.runs:
+            paths = options.paths or [OUTPUTS]
+            content = _each_run(paths, options.filter, style, options.verify)
+            _write(content, style, options.out)
+            return 0
+        from nmrun.lab.compare.comparison import Query
+
+        query = Query.of(
+            options.rows, options.cols, options.metric, options.filter,
+            options.baseline, options.overall,
+        )  # fmt: skip
+        if not options.experiment:
+            paths = options.paths or [OUTPUTS]
+            command = shlex.join(["nmrun", "table", *argv])
+            content = _cells(paths, query, style, options.verify, options.bib, command)
+            _write(content, style, options.out)
+            return 0
+        from nmrun.lab.config import experiment
+        from nmrun.lab.render import experiments
+
+        every, scale = experiment.selection(options.experiment), options.scale or "small"
+        if style in RECORDS and len(every) > 1:
+            raise ConfigError(f"--format {style}: one experiment at a time")
+        sections = experiments.sections(every, scale, options.paths, query, options.verify)
+        _write(experiments.render(sections, style), style, options.out)
+        for file in experiments.draw(sections, options.figures) if options.figures else []:
+            print(file)
     return 0
 
 
-def _format(options: argparse.Namespace) -> str:
-    suffix = "" if options.out is None else options.out.suffix.lower()
-    otherwise = "csv" if options.runs else "markdown"
-    return str(options.format or BY_SUFFIX.get(suffix, otherwise))
+def _unfit(given: set[str], style: str, suffix: str) -> Iterator[str]:
+    """What of the options of ``nmrun table`` does not go together."""
+    if "format" not in given and suffix not in ("", *BY_SUFFIX):
+        yield f"--out: the suffix must be one of {', '.join(BY_SUFFIX)}, or say --format"
+    for name, others in BESIDE.items():
+        if name in given:
+            allowed = ", ".join(f"--{other}" for other in others[1:])
+            for wrong in sorted(given - {name, *others}):
+                yield f"--{name} --{wrong}: beside --{name} stand {allowed}"
+    if "runs" in given and style not in RECORDS:
+        yield f"--runs --format {style}: a line a run is {', '.join(RECORDS)}"
+    if "experiment" not in given:
+        yield from (
+            f"--{name} is for --experiment" for name in sorted({"scale", "figures"} & given)
+        )
 
 
-def _unfit(options: argparse.Namespace) -> Iterator[str]:
-    """What of the words of ``nmrun table`` does not go together."""
-    style, out = _format(options), options.out
-    if out is not None and not options.format and out.suffix.lower() not in ("", *BY_SUFFIX):
-        where = "; nmrun report writes HTML" if out.suffix.lower() in (".html", ".htm") else ""
-        yield f"--out {out}: the suffix must be one of {', '.join(BY_SUFFIX)}, or say --format{where}"
-    if options.experiment:
-        if options.runs or options.overall or options.labels or options.bib:
-            yield "--experiment: --runs, --overall, --labels and --bib are for folders"
-        for word in options.paths:
-            if "=" not in word:
-                yield f"{word}: beside --experiment stand overrides; runs in a folder are output_dir={word}"
-        if style in RECORDS and (options.experiment == "all" or "," in options.experiment):
-            yield f"--format {style} --experiment {options.experiment}: one at a time"
-        return
-    for name in ("scale", "figures"):
-        if vars(options)[name] is not None:
-            yield f"--{name} is for --experiment"
-    if options.labels and style != "latex":
-        yield "--labels is for --format latex"
-    if options.runs:
-        if style not in RECORDS:
-            yield f"--runs --format {style}: a line a run is {', '.join(RECORDS)}"
-        of_cells = ("rows", "cols", "metric", "baseline", "overall", "digits", "method", "bib")
-        allowed = "beside --runs stand --filter, --format, --out and --verify"
-        for name in of_cells:
-            if vars(options)[name] not in (None, False):
-                yield f"--runs --{name}: it is for a table's cells; {allowed}"
-
-
-def _content(options: argparse.Namespace, argv: Sequence[str]) -> str:
+def _each_run(paths: Sequence[str], conditions: Sequence[str], style: str, intact: bool) -> str:
+    """A line for each run; ``intact`` refuses changed files."""
     from nmrun.lab.compare.runs import as_lines, as_text, filtered, read_runs, summary, verify
 
-    style = _format(options)
-    if options.runs:
-        selection = filtered(read_runs(_paths(options), options.verify), options.filter)
-        if options.verify:
-            verify(selection)
-        return as_text(as_lines(summary(selection)), style)
-    query = _query(options, overall=options.overall)
-    from nmrun.lab.compare.comparison import check_labels, compare
+    selection = filtered(read_runs(paths, intact), conditions)
+    if intact:
+        verify(selection)
+    return as_text(as_lines(summary(selection)), style)
+
+
+def _cells(
+    paths: Sequence[str], query: Query, style: str, intact: bool, bib: Path | None, command: str
+) -> str:
+    """The tables of a query. ``bib`` is written; ``command`` stands above LaTeX."""
+    from nmrun.lab.compare.comparison import compare
+    from nmrun.lab.compare.runs import read_runs
     from nmrun.lab.render import citations
     from nmrun.lab.render.formats import render
 
-    labels = _names(options.labels)
-    comparison = compare(read_runs(_paths(options), options.verify), query, options.verify)
-    check_labels(comparison.tables, labels)
-    if options.bib:
-        atomic.write(options.bib, citations.bibtex(comparison.tables))
-    content = render(comparison, style, labels, options.method)
-    if style != "latex":
-        return content
-    command = shlex.join(["nmrun", "table", *argv])
-    made = citations.provenance(command, comparison.tables)
-    return "".join(f"% {' '.join(line.split())}\n" for line in made) + content
-
-
-def _query(options: argparse.Namespace, **more: Any) -> Query:
-    """The query of a command; no verb has all of the options."""
-    from nmrun.lab.compare.comparison import Query, keys
-
-    words = vars(options)
-    return Query(
-        rows=keys(options.rows),
-        cols=keys(options.cols),
-        metrics=keys(options.metric),
-        filter=tuple(options.filter),
-        statistic=words.get("show", "mean"),
-        digits=words.get("digits"),
-        baseline=options.baseline or "",
-        **more,
-    )
-
-
-def _names(text: str | None) -> dict[str, str]:
-    """The user's names for labels: ``step=Ours,dense=Dense``."""
-    pairs = [part.partition("=") for part in (text or "").split(",") if part]
-    for name, equals, _ in pairs:
-        if not equals:
-            raise ConfigError(f"--labels {name}: write NAME=TEXT, such as sr_ste=SR-STE")
-    return {name: written for name, _, written in pairs}
+    comparison = compare(read_runs(paths, intact), query, intact)
+    if bib:
+        atomic.write(bib, citations.bibtex(comparison.tables))
+    made = citations.provenance(command, comparison.tables) if style == "latex" else []
+    return "".join(f"% {' '.join(line.split())}\n" for line in made) + render(comparison, style)
 
 
 def _write(content: str, style: str, out: Path | None) -> None:
@@ -195,7 +163,7 @@ def _write(content: str, style: str, out: Path | None) -> None:
         atomic.write(out.resolve() if out.is_symlink() else out, content)
     else:  # a pipe, or /dev/stdout
         out.write_text(content, encoding="utf-8")
-    sys.stdout.write(f"{out}\n")
+    print(out)
 
 
 def plot(argv: Sequence[str]) -> int:
@@ -213,73 +181,71 @@ def plot(argv: Sequence[str]) -> int:
     parser.add_argument("--title", help="title (default: what all runs have in common; '': none)")
     parser.add_argument(
         "--width",
-        type=in_range(float, INCHES),
+        type=float,
         metavar="INCHES",
         help="3.25 fits one of two columns; fonts keep their size",
     )
     parser.add_argument(
-        "--height",
-        type=in_range(float, INCHES),
-        metavar="INCHES",
-        help="default: in proportion to --width, and what the axes need",
-    )
-    _labels(parser, "names in the picture")
-    parser.add_argument(
         "--baseline", metavar="ROW", help="row to compare with in --kind overall, such as dense"
     )
-    ends = in_range(lambda text: tuple(map(float, text.split(","))), LIMITS)
-    text = "limits of the y axis, such as 90,100"
-    parser.add_argument("--ylim", type=ends, metavar="LOW,HIGH", help=text)
+    parser.add_argument(
+        "--ylim", type=limits, metavar="LOW,HIGH", help="limits of the y axis, such as 90,100"
+    )
     parser.add_argument(
         "--x",
         help="config key to draw the metric against, such as recipe.decay; curves take step (default), epoch or seconds",
     )
     with files_of_the_command():
         options = parser.parse_intermixed_args(argv)
-        paths = _paths(options)
+        paths = options.paths or [OUTPUTS]
         name = "plot.png" if options.kind == "ratio" else f"{options.kind}.png"
         out = options.out or _default_file(paths, name)
         if out.suffix not in SUFFIXES:
             raise ConfigError(f"--out {out}: the suffix must be one of {', '.join(SUFFIXES)}")
+        from nmrun.lab.compare.comparison import Query
         from nmrun.lab.compare.runs import read_runs
         from nmrun.lab.render import plots
         from nmrun.lab.render.style import Layout, save
 
-        query, over = plots.along(options.x, options.kind, _query(options))
-        layout = Layout(
-            title=options.title,
-            width=options.width,
-            height=options.height,
-            labels=_names(options.labels),
-            ylim=options.ylim,
-            x=over,
+        query = Query.of(
+            options.rows, options.cols, options.metric, options.filter, options.baseline
         )
+        query, over = plots.along(options.x, options.kind, query)
+        layout = Layout(options.title, options.width, options.ylim, over)
         figures = plots.plot(read_runs(paths), query, options.kind, layout)
         for i, figure in enumerate(figures):
             target = out if len(figures) == 1 else out.with_stem(f"{out.stem}-{i + 1}")
             save(figure, target)
-            sys.stdout.write(f"{target}\n")
+            print(target)
     return 0
 
 
+def limits(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split(",")))
+
+
 def report(argv: Sequence[str]) -> int:
-    """``nmrun report [PATH...]``: tables, pictures, failures, configs and environments on one page."""
+    """``nmrun report [PATH...]``: tables, pictures, failures, settings and environments on one page."""
     parser = _parser(
         "report",
-        "Write one HTML file about the runs below PATH: tables, pictures, failures, configurations.",
+        "Write one HTML file about the runs below PATH: tables, pictures, failures, settings.",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: PATH/report.html")
-    _comparison(parser, "default dense, where it is there")
+    _baseline(parser, "default dense, where it is there")
     with files_of_the_command():
         options = parser.parse_intermixed_args(argv)
-        paths = _paths(options)
-        from nmrun.lab.render import report
-
+        paths = options.paths or [OUTPUTS]
         target = options.out or _default_file(paths, "report.html")
         if target.suffix not in ("", ".html", ".htm"):
             raise ConfigError(f"--out {target}: a report is HTML; the suffix must be .html")
-        report.write(paths, _query(options), target)
-        sys.stdout.write(f"{target}\n")
+        from nmrun.lab.compare.comparison import Query
+        from nmrun.lab.render import report
+
+        query = Query.of(
+            options.rows, options.cols, options.metric, options.filter, options.baseline
+        )
+        report.write(paths, query, target)
+        print(target)
     return 0
 
 
@@ -310,20 +276,7 @@ def _parser(verb: str, description: str) -> Parser:
     return parser
 
 
-def _paths(options: argparse.Namespace) -> list[str]:
-    for path in options.paths:
-        name, equals, value = path.partition("=")
-        if equals and name in vars(options):
-            raise ConfigError(f"{path}: write --{name} {value}")
-    return options.paths or [OUTPUTS]
-
-
-def _default_file(paths: Sequence[str], name: str) -> Path:
-    """The default place of a file about runs: their folder, or the current one if they are in none."""
-    return Path(paths[0] if Path(paths[0]).is_dir() else ".", name)
-
-
-def _comparison(parser: Parser, which: str) -> None:
+def _baseline(parser: Parser, which: str) -> None:
     parser.add_argument(
         "--baseline",
         metavar="ROW",
@@ -331,29 +284,9 @@ def _comparison(parser: Parser, which: str) -> None:
     )
 
 
-def _labels(parser: Parser, what: str) -> None:
-    parser.add_argument(
-        "--labels",
-        metavar="NAME=TEXT,...",
-        help=f"{what}, such as step=Ours (default: as papers write them)",
-    )
-
-
-def _experiments(options: argparse.Namespace) -> int:
-    from nmrun.lab.config import experiment
-    from nmrun.lab.render import experiments
-
-    every, style = experiment.selection(options.experiment), _format(options)
-    sections = experiments.sections(
-        every, options.scale or "small", options.paths, _query(options), options.verify
-    )
-    text = experiments.render(sections, style, options.method)
-    files = experiments.draw(sections, options.figures) if options.figures else []
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-    _write(text, style, options.out)
-    sys.stdout.write("".join(f"{file}\n" for file in files))
-    return 0
+def _default_file(paths: Sequence[str], name: str) -> Path:
+    """The default place of a file about runs: their folder, or the current one if they are in none."""
+    return Path(paths[0] if Path(paths[0]).is_dir() else ".", name)
 
 
 def _print(text: str) -> None:

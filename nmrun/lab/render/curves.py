@@ -150,9 +150,9 @@ def curves(history: History, metric: str, layout: Layout) -> Figure | None:
     if not columns:
         return None
     if turned := len(rows) > FEW:
-        figure, every = panels([named(table, row, layout) for row in rows], layout)
+        figure, every = panels([named(table, row) for row in rows], layout)
     else:
-        figure, every = panels([panel_name(table, c, layout) for c in columns], layout)
+        figure, every = panels([panel_name(table, c) for c in columns], layout)
     unit, lines = scale(metric), []
     for i, row in enumerate(rows):
         for j, column in enumerate(columns):
@@ -161,7 +161,7 @@ def curves(history: History, metric: str, layout: Layout) -> Figure | None:
                 continue
             axes = every[i if turned else j]
             how = of_number(j) if turned else look(table, row)
-            name = panel_name(table, column, layout) if turned else named(table, row, layout)
+            name = panel_name(table, column) if turned else named(table, row)
             without = len(history.cells[row, column]) - curve.n
             name += f" ({without} without a log)" if without else ""
             _line(axes, Curve(curve.x, unit * curve.mean, unit * curve.sd, curve.n), how, name)

@@ -93,7 +93,7 @@ def _section(experiment: Experiment, scale: str, query: Query, collected: pd.Dat
             replace(table, paper=experiment.paper, paper_source=experiment.paper_source)
             for table in tables
         ]
-    of_pictures = replace(query, statistic="mean", digits=None, baseline="")
+    of_pictures = replace(query, baseline="")
     if "metric" in cols:  # pictures are of one metric, and tell ratios apart
         of_pictures = replace(of_pictures, cols=("sparsity",), metrics=query.metrics[:1])
     return Section(experiment, scale, tables, compare(collected, of_pictures).tables)
@@ -150,9 +150,9 @@ def compared(table: Table, baseline: str) -> Table:
     return table
 
 
-def render(sections: Sequence[Section], style_: str, method: bool = False) -> str:
+def render(sections: Sequence[Section], style_: str) -> str:
     """Title, source, note and tables of each, as ``markdown`` or ``latex``; as ``csv`` and ``json``
-    the tables alone."""
+    the tables of one alone."""
     if style_ in ("csv", "json"):
         return formats.render(Comparison(sections[0].tables), style_)
     mark, comment = ("%", "% ") if style_ == "latex" else ("#", "")
@@ -161,7 +161,7 @@ def render(sections: Sequence[Section], style_: str, method: bool = False) -> st
         about = section.experiment
         head = f"{mark} {about.title} ({about.source}), scale {section.scale}\n"
         note = f"{comment}{about.note}\n\n" if about.note else ""
-        tables = formats.render(Comparison(section.tables), style_, method=method)
+        tables = formats.render(Comparison(section.tables), style_)
         parts.append(f"{head}{note}{tables}")
     return "\n".join(parts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +21,30 @@ from nmrun.lab.render.grids import Grid
 READABLE = ("markdown", "latex")
 
 
-def render(
-    comparison: Comparison,
-    style: str,
-    labels: Mapping[str, str] | None = None,
-    method: bool = False,
-) -> str:
+def render(comparison: Comparison, style: str) -> str:
     """Write a comparison down: its tables, or where it is over all cells, that.
 
     ``style`` is ``markdown``, ``latex``, ``csv`` or ``json``. Texts are ASCII, but for minus signs
-    and the users' own names. ``method``: say in Markdown how the numbers come about.
+    and the users' own names.
     """
     if style not in READABLE:
         return runs.as_text(lines(comparison), style)
     every = [grids.over_all_cells(comparison)] if comparison.overall else []
     if style == "latex":
-        written = [latex.over_all_cells(grid, labels) for grid in every]
-        return "\n".join(written or [latex.table(table, labels) for table in comparison.tables])
+        written = [latex.over_all_cells(grid) for grid in every]
+        return "\n".join(written or [latex.table(table) for table in comparison.tables])
     shown = every or [grid for table in comparison.tables for grid in grids.grids(table)]
-    return "\n".join(markdown(grid, method) for grid in shown)
+    return "\n".join(map(markdown, shown))
 
 
-def markdown(grid: Grid, method: bool = False) -> str:
-    """Aligned for a terminal too; with ``method``, how the numbers come about stands below."""
+def markdown(grid: Grid) -> str:
+    """Aligned for a terminal too."""
     lines = [
         [*labels, *(f"**{figure.text}**" if figure.bold else figure.text for figure in figures)]
         for labels, figures in grid.lines
     ]
-    below = f"\n{plain(grid.method)}\n" if method and grid.method else ""
     above = "\n".join(map(plain, grid.caption))
-    return f"{above}\n\n{aligned(grid.head, lines)}\n{below}"
+    return f"{above}\n\n{aligned(grid.head, lines)}\n"
 
 
 def html_table(grid: Grid) -> Markup:

@@ -10,15 +10,9 @@ from dataclasses import dataclass
 from nmrun.lab.compare.comparison import ALL, Comparison
 from nmrun.lab.compare.notation import Key, interval, labelled, p_value, printed, short, words
 from nmrun.lab.compare.overall import Overall, better
-from nmrun.lab.compare.statistics import Cell, Difference, cell_value
+from nmrun.lab.compare.statistics import Cell, Difference
 from nmrun.lab.compare.tables import ROW_COLUMNS, Table
 from nmrun.lab.render import captions
-
-METHOD = (
-    "The unit of a cell is the median over the other rows of its column, corrected for the bias of so few seeds. "
-    "Intervals hold for the units found. Every cell counts alike. Seeds of one data set are observations. A failed seed "
-    "counts as the worst other run of its cell. Tests are two-sided."
-)
 
 
 @dataclass(frozen=True)
@@ -45,15 +39,12 @@ Line = tuple[list[str], list[Figure]]
 
 @dataclass(frozen=True)
 class Grid:
-    """A table to be read: its caption, ``keys`` columns of labels, then cells. ``method`` says how
-    the numbers come about.
-    """
+    """A table to be read: its caption, ``keys`` columns of labels, then cells."""
 
     caption: list[str]
     keys: int
     head: list[str]
     lines: list[Line]
-    method: str = ""
 
 
 def grids(table: Table) -> list[Grid]:
@@ -62,17 +53,15 @@ def grids(table: Table) -> list[Grid]:
     columns = [_head(table, column) for column in table.columns]
     with_units = [*table.row_keys, *columns, *ROW_COLUMNS]
     keys, values = len(table.row_keys), lines(table, _named, "paper")
+    shown = [Grid(captions.caption(table), keys, with_units, values)]
     if not table.baseline:
-        return [Grid(captions.caption(table), keys, with_units, values, captions.method(table))]
+        return shown
     compared = [
         (list(map(short, row)), [_difference(table, row, column) for column in table.columns])
         for row in table.rows
         if row not in table.baseline
     ]
-    return [
-        Grid(captions.caption(table), keys, with_units, values),
-        Grid(captions.comparison(table), keys, head, compared, captions.method(table)),
-    ]
+    return [*shown, Grid(captions.comparison(table), keys, head, compared)]
 
 
 def _head(table: Table, column: Key) -> str:
@@ -107,16 +96,14 @@ def _figure(table: Table, row: Key, column: Key) -> Figure:
     One without runs is ``-``."""
     cell = table.cells.get((row, column), Cell(None, None, 0, {}))
     metric = table.metric_of(row, column)
-    value = cell_value(cell, table.statistic, table.higher_is_better(metric))
-    if value is None:
+    if cell.mean is None:
         return Figure(cell.counted() or "-")
-    sd = cell.sd if table.statistic == "mean" else None
-    decimals = table.digits_of((row, column), value, sd)
+    decimals = table.digits_of((row, column), cell.mean, cell.sd)
     counted = decimals is None and metric.startswith("flops/")  # all runs have the same
     gap = table.differences.get((row, column))
     return Figure(
-        printed(value, metric, decimals),
-        spread="" if sd is None or counted else printed(sd, metric, decimals),
+        printed(cell.mean, metric, decimals),
+        spread="" if cell.sd is None or counted else printed(cell.sd, metric, decimals),
         counted=cell.counted(),
         bold=(row, column) in table.best,
         star=gap is not None and gap.significant,
@@ -127,13 +114,13 @@ def _difference(table: Table, row: Key, column: Key) -> Figure:
     gap = table.differences.get((row, column))
     if gap is None:
         return Figure("-")
-    return _judged(gap, table.metric_of(row, column), table.digits, gap.n)
+    return _judged(gap, table.metric_of(row, column), gap.n)
 
 
-def _judged(gap: Difference, metric: str, digits: int | None, count: int) -> Figure:
+def _judged(gap: Difference, metric: str, count: int) -> Figure:
     """``-0.5 [-0.9, -0.1] p=0.012* (5)``: difference, interval, p-value with a star where it is
     significant, and over how many seeds or cells."""
-    written = interval(gap.mean, gap.low, gap.high, metric, gap.error, digits)
+    written = interval(gap.mean, gap.low, gap.high, metric, gap.error)
     return Figure(f"{written}{p_value(gap.p)}{'*' if gap.significant else ''}", counted=str(count))
 
 
@@ -158,14 +145,14 @@ def over_all_cells(comparison: Comparison) -> Grid:
         (list(map(short, each.row)), [figure(each) for figure in columns.values()]) for each in rows
     ]
     above = captions.over_all_cells(rows, tables, several)
-    return Grid(above, len(keys), [*keys, *columns], written, METHOD)
+    return Grid(above, len(keys), [*keys, *columns], written)
 
 
 def _part(each: Overall, data: str) -> Figure:
     if data not in each.parts:
         return Figure("-")
     part = each.parts[data]
-    return _judged(part.gap, "", None, len(part.means))
+    return _judged(part.gap, "", len(part.means))
 
 
 def _plain(each: Overall, value: float) -> str:

@@ -3,10 +3,9 @@ possible."""
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from nmrun.lab.compare import notation
 from nmrun.lab.compare.notation import MINUS, short
@@ -25,7 +24,7 @@ NUMBER = re.compile(rf"[-+{MINUS}]?[\d.]+(e[-+{MINUS}]?\d+|[a-zA-Z])?")
 HEAD = "% needs \\usepackage{booktabs}"
 
 
-def table(table: Table, aliases: Mapping[str, str] | None = None) -> str:
+def table(table: Table) -> str:
     """One ``table`` environment. A cell is the mean, with the standard deviation as its index. Each
     column has one number of digits.
 
@@ -35,31 +34,30 @@ def table(table: Table, aliases: Mapping[str, str] | None = None) -> str:
     """
     table = table.evenly()
     n = _usual(table)
-    above, columns = _columns(table, aliases)
+    keys = table.column_keys
+    columns = [escape(", ".join(notation.column(keys, column))) for column in table.columns]
     head = [*map(_heading, table.row_keys), *columns, *map(escape, ROW_COLUMNS)]
     comments = captions.caption(table)
     if table.baseline:
         comments += captions.comparison(table)
-    if method := captions.method(table):
-        comments.append(method)
 
     def name(key: str, label: str) -> str:
-        return escape(notation.written(short(label), aliases))
+        return escape(notation.written(short(label)))
 
     rows = [
         [*labels, *(_cell(figure, n) for figure in figures)]
         for labels, figures in grids.lines(table, name, "published")
     ]
-    keys, rules, caption = len(table.row_keys), len(table.references), _caption(table, n, aliases)
-    return environment(comments, caption, _name(table), [head, *rows], keys, rules, above)
+    labels, rules = len(table.row_keys), len(table.references)
+    return environment(comments, _caption(table, n), _name(table), [head, *rows], labels, rules)
 
 
-def over_all_cells(grid: Grid, aliases: Mapping[str, str] | None) -> str:
+def over_all_cells(grid: Grid) -> str:
     def cell(text: str) -> str:
         return escape(text).replace("*", "$^{*}$")
 
     def label(text: str) -> str:
-        return escape(notation.written(text, aliases))
+        return escape(notation.written(text))
 
     head = [label({"recipe": "Recipe"}.get(text, text)) for text in grid.head]
     body = [
@@ -67,7 +65,7 @@ def over_all_cells(grid: Grid, aliases: Mapping[str, str] | None) -> str:
         for labels, figures in grid.lines
     ]
     caption = escape(". ".join(line[:1].upper() + line[1:] for line in grid.caption))
-    return environment([grid.method], f"{caption}.", "overall", [head, *body], grid.keys)
+    return environment([], f"{caption}.", "overall", [head, *body], grid.keys)
 
 
 def environment(
@@ -77,7 +75,6 @@ def environment(
     lines: Sequence[Sequence[str]],
     keys: int,
     references: int = 0,
-    above: Sequence[str] = (),
 ) -> str:
     """One ``table`` environment, or ``table*`` where it is too wide for a column of two.
 
@@ -98,7 +95,6 @@ def environment(
             rf"\label{{tab:{name}}}",
             rf"\begin{{tabular}}{{{'l' * keys}{'c' * (len(lines[0]) - keys)}}}",
             r"\toprule",
-            *above,
             head,
             r"\midrule",
             *rows,
@@ -140,43 +136,23 @@ def _heading(key: str) -> str:
     return escape({"recipe": "Recipe", "sparsity": "N:M", "metric": "Metric"}.get(key, key))
 
 
-def _columns(table: Table, aliases: Mapping[str, str] | None) -> tuple[list[str], list[str]]:
-    """The lines above the head, one for each key of columns but the last, and the head's columns."""
-    keys, columns = table.column_keys, table.columns
-    flat = [escape(", ".join(notation.column(keys, column, aliases))) for column in columns]
-    if len({column[:-1] for column in columns}) == len(columns):
-        return [], flat
-    above = []
-    for level in range(1, len(keys)):
-        cells, rules, first = [""] * len(table.row_keys), [], len(table.row_keys) + 1
-        for labels, group in itertools.groupby(columns, key=lambda column: column[:level]):
-            wide = len(list(group))
-            text = escape(*notation.column(keys[level - 1 : level], labels[-1:], aliases))
-            cells.append(rf"\multicolumn{{{wide}}}{{c}}{{{text}}}")
-            rules.append(rf"\cmidrule(lr){{{first}-{first + wide - 1}}}")
-            first += wide
-        above += [" & ".join(cells) + r" \\", " ".join(rules)]
-    return above, [escape(*notation.column(keys[-1:], column[-1:], aliases)) for column in columns]
-
-
 def _usual(table: Table) -> int:
     """The number of seeds that most cells have."""
     counts = Counter(cell.n for cell in table.cells.values() if cell.n)
     return counts.most_common(1)[0][0] if counts else 0
 
 
-def _caption(table: Table, n: int, aliases: Mapping[str, str] | None) -> str:
+def _caption(table: Table, n: int) -> str:
     several = table.several_metrics
     what = "" if several else notation.metric(table.metric)
-    where = captions.title(table, aliases or {})
+    where = captions.title(table, in_papers=True)
     first = escape(": ".join(filter(None, [f"{what[:1].upper()}{what[1:]}", where])))
-    statistic = {"mean": "mean and standard deviation", "median": "median", "best": "best"}
-    notes = [f"{first}; {statistic[table.statistic]} over {quantity(n, 'seed')}"]
+    notes = [f"{first}; mean and standard deviation over {quantity(n, 'seed')}"]
     if table.best:
         notes.append(f"{captions.bold(table).capitalize()} in bold")
     if table.baseline:
         gaps = table.differences.values()
-        whom = escape(_whom(table, aliases))
+        whom = escape(_whom(table))
         test = "(moderated t-test, Holm's correction, $p < 0.05$)"
         if any(gap.significant for gap in gaps):
             notes.append(f"$^{{*}}$: differs from {whom} {test}")
@@ -191,7 +167,7 @@ def _caption(table: Table, n: int, aliases: Mapping[str, str] | None) -> str:
     return ". ".join(notes) + "."
 
 
-def _whom(table: Table, aliases: Mapping[str, str] | None) -> str:
+def _whom(table: Table) -> str:
     """The baseline, by what tells it from other rows: ``SR-STE of the same optimizer``."""
     labels, same = [], []
     for key, ours, every in zip(
@@ -203,7 +179,7 @@ def _whom(table: Table, aliases: Mapping[str, str] | None) -> str:
         if len(set(ours)) > 1:
             same.append(notation.setting(key))
         elif len(set(every)) > 1:
-            labels.append(notation.named(key, notation.written(ours[0], aliases)))
+            labels.append(notation.named(key, notation.written(ours[0])))
     return ", ".join(labels) + (f" of the same {' and '.join(same)}" if same else "")
 
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare import notation
-from nmrun.lab.compare.comparison import Comparison, Query, check_labels, compare, keys, one_metric
+from nmrun.lab.compare.comparison import Comparison, Query, compare, keys, one_metric
 from nmrun.lab.compare.runs import check_name, usual_metric
 from nmrun.lab.compare.tables import Table
 from nmrun.lab.render import curves, points
@@ -57,7 +57,7 @@ def draw(kind: str, history: History, logged: str, layout: Layout = PLAIN) -> Fi
         figure = PLOTS[kind].draw(history, logged, layout)
         if figure is not None:
             legend(figure)
-            fit(figure, layout)
+            fit(figure)
     return figure
 
 
@@ -97,14 +97,12 @@ def plot(runs: pd.DataFrame, query: Query, kind: str, layout: Layout = PLAIN) ->
     """
     if kind == "overall":
         comparison = compare(runs, query)
-        check_labels(comparison.tables, layout.labels)
         return [over_all_cells(comparison, layout)]
     metric = ",".join(query.metrics) if kind == "curves" else ""
     if metric:  # logged while training goes on; the results need not have it
         query = replace(query, metrics=())
     one_metric(query)
     tables = compare(runs, query).tables
-    check_labels(tables, layout.labels)
     histories = [History(table) for table in tables]
     if metric:
         check_name(metric, sorted({key for each in histories for key in each.logged()}), "metric")
@@ -120,7 +118,7 @@ def over_all_cells(comparison: Comparison, layout: Layout) -> Figure:
     tables, rows = comparison.tables, comparison.overall
     keys, every = tables[0].row_keys, list(dict.fromkeys(d for each in rows for d in each.parts))
     baseline = dict.fromkeys(row for table in tables for row in table.baseline)
-    against = ", ".join(" ".join(notation.column(keys, row, layout.labels)) for row in baseline)
+    against = ", ".join(" ".join(notation.column(keys, row)) for row in baseline)
     with looks():
         figure = Figure(figsize=layout.size(2.6 + 1.05 * len(rows), 3.4), layout="constrained")
         axes = figure.subplots()
@@ -133,15 +131,13 @@ def over_all_cells(comparison: Comparison, layout: Layout) -> Figure:
                 for value in each.parts[data].means
             ]
             how = {**of_number(i), "linestyle": "none", "markersize": 4, "alpha": 0.8}
-            axes.plot(
-                *zip(*points, strict=True), label=notation.written(data, layout.labels), **how
-            )
+            axes.plot(*zip(*points, strict=True), label=notation.written(data), **how)
             for place, each in enumerate(rows):
                 gap = each.parts[data].gap if data in each.parts else None
                 if gap is not None and gap.low is not None and gap.high is not None:
                     x = place + BESIDE * (i + 1.5 - len(every) / 2)
                     axes.plot([x, x], [gap.low, gap.high], color=INK, linewidth=1.2, zorder=1)
-        labels = (" ".join(notation.column(keys, each.row, layout.labels)) for each in rows)
+        labels = (" ".join(notation.column(keys, each.row)) for each in rows)
         axes.set_xticks(range(len(rows)), ["\n".join(textwrap.wrap(label, 14)) for label in labels])
         axes.set_ylabel(f"better than {against} by\nstandard deviations of a run")
         if layout.ylim:
@@ -150,5 +146,5 @@ def over_all_cells(comparison: Comparison, layout: Layout) -> Figure:
         if text := own_title if layout.title is None else layout.title:
             figure.suptitle(textwrap.fill(text, int(LETTERS * figure.get_figwidth())))
         legend(figure)
-        fit(figure, layout)
+        fit(figure)
     return figure

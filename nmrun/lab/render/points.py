@@ -48,7 +48,7 @@ def ratio(table: Table, layout: Layout) -> Figure | None:
     columns = [column for column in table.columns if set(column) != {"-"}] or table.columns
     numbers = _numbers(columns)
     if len(rows) > FEW:
-        figure, every = panels([label(table, row, layout) for row in rows], layout)
+        figure, every = panels([label(table, row) for row in rows], layout)
         groups = [
             (axes, [other for other in rows if other != row], [row])
             for axes, row in zip(every, rows, strict=True)
@@ -65,12 +65,12 @@ def ratio(table: Table, layout: Layout) -> Figure | None:
         apart = min(0.06, 0.7 / max(1, len(lines))) if numbers is None else 0.0
         for i, row in enumerate(lines):
             shift = apart * (i - (len(lines) - 1) / 2)
-            entry = {"label": label(table, row, layout)} if not others else {}
+            entry = {"label": label(table, row)} if not others else {}
             how = {**look(table, row), **(REFERENCE if row in table.references else {})}
             _errors(axes, table, row, columns, numbers, shift, {**how, **entry})
         lined = [row for row in table.rows if row in bands]
         for row, line in zip(lined, itertools.cycle(REFERENCE_LINES), strict=False):
-            _band(axes, table, row, line, layout)
+            _band(axes, table, row, line)
         _x_axis(axes, columns, numbers)
         if layout.ylim:
             axes.set_ylim(layout.ylim)
@@ -138,14 +138,14 @@ def _coordinates(
     return x, y, sd
 
 
-def _band(axes: Axes, table: Table, row: Key, line: str, layout: Layout) -> None:
+def _band(axes: Axes, table: Table, row: Key, line: str) -> None:
     """A row without columns of its own as a horizontal line, a standard deviation to each side."""
     cell = next(cell for (r, _), cell in table.cells.items() if r == row)
     if cell.mean is not None:
         unit = scale(table.metric)
         mean, sd = unit * cell.mean, unit * (cell.sd or 0.0)
         colour = look(table, row)["color"]
-        name = label(table, row, layout)
+        name = label(table, row)
         axes.axhline(mean, color=colour, linestyle=line, zorder=0, label=name)
         axes.axhspan(mean - sd, mean + sd, color=colour, alpha=0.15, linewidth=0)
 
@@ -200,7 +200,7 @@ def flops(table: Table, layout: Layout) -> Figure | None:
             how |= REFERENCE
         positions, means, deviations = _coordinates(table, points)
         container = axes.errorbar(
-            positions, means, deviations, label=label(table, row, layout), **how, elinewidth=0.9
+            positions, means, deviations, label=label(table, row), **how, elinewidth=0.9
         )
         shift = ScaledTranslation(aside[row] / 72, 0, figure.dpi_scale_trans)
         for part in container.get_children():

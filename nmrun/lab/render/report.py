@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
@@ -21,33 +20,33 @@ from markupsafe import Markup
 from nmrun import atomic
 from nmrun.errors import ConfigError
 from nmrun.lab.compare import notation
-from nmrun.lab.compare.comparison import Query, TableSection, divide
+from nmrun.lab.compare.comparison import Query, divide
 from nmrun.lab.compare.differences import against
 from nmrun.lab.compare.notation import label, short
 from nmrun.lab.compare.runs import read_runs
+from nmrun.lab.compare.tables import Table
 from nmrun.lab.config.identity import is_in_id
 from nmrun.lab.records import status
 from nmrun.lab.render import captions, formats, grids, plots, points, style
 from nmrun.lab.render.curves import History
-from nmrun.lab.render.grids import Figure, Grid, Line
+from nmrun.lab.render.grids import Figure, Grid
 from nmrun.lab.runs.run_folder import RunFolders
 from nmrun.patterns import RATIO_KEYS
 
 MOST_LINES = 200  # at most so many lines of a list; the rest is counted
 # keys without a dot that are part of a config
 OWN = ("recipe", "sparsity", "dataset", "model", "optimizer", "schedule")
-COLUMNS = ("recipe", "sparsity", "dataset", "model", "seed")  # of runs, before their metric
 
 
 def write(paths: Sequence[str], query: Query, target: Path) -> None:
     """Write the report of the runs below ``paths``, whole or not at all.
 
     An empty baseline is dense, where there is such a row. Raises ConfigError for a baseline that no
-    part has.
+    table has.
     """
     folders = RunFolders()
-    parts = divide(read_runs(paths, folders=folders), replace(query, baseline=""))
-    runs = pd.concat([part.table.runs for part in parts])
+    tables = divide(read_runs(paths, folders=folders), replace(query, baseline=""))
+    runs = pd.concat([table.runs for table in tables])
     every = [run for path in paths for run in status.runs(Path(path), folders)]
     states = list({os.path.realpath(run.folder): run for run in every}.values())
     counts = Counter(run.state for run in states)
@@ -62,13 +61,11 @@ def write(paths: Sequence[str], query: Query, target: Path) -> None:
         made=time.strftime("%Y-%m-%d %H:%M"),
         counted=", ".join(f"{counts[state]} {state}" for state in order if counts[state]),
         command=shlex.join(["nmrun", *sys.argv[1:]]),
-        sections=_sections(parts, query.baseline, folders),
+        sections=_sections(tables, query.baseline, folders),
         unfinished=[run for run in states if run.state != "finished"],
-        run_keys=[*(key for key in differing if key in COLUMNS), "status"],
-        setting_keys=[key for key in differing if key not in COLUMNS],
-        run_metric=", ".join(dict.fromkeys(notation.labelled(part.table.metric) for part in parts)),
-        runs=_runs(parts, differing, target, folders),
-        configurations=_combinations(runs, [key for key in differing if key != "seed"]),
+        run_keys=[*differing, "status"],
+        run_metric=", ".join(dict.fromkeys(notation.labelled(table.metric) for table in tables)),
+        runs=_runs(tables, differing, target, folders),
         common=formats.html_table(
             Grid([], 1, ["key", "value"], [([key], [Figure(value)]) for key, value in common])
         ),
@@ -80,12 +77,9 @@ def write(paths: Sequence[str], query: Query, target: Path) -> None:
     atomic.write(target, text, shared=True)
 
 
-def _sections(
-    parts: Sequence[TableSection], baseline: str, folders: RunFolders
-) -> list[dict[str, Any]]:
+def _sections(tables: Sequence[Table], baseline: str, folders: RunFolders) -> list[dict[str, Any]]:
     sections, refused = [], []
-    for number, part in enumerate(parts, 1):
-        table = part.table
+    for number, table in enumerate(tables, 1):
         try:
             table = against(table, baseline or "dense")
         except ConfigError as error:
@@ -104,34 +98,32 @@ def _sections(
         values, *differences = grids.grids(table)
         if values.caption[0] == captions.title(table):  # the section's heading says it
             values = replace(values, caption=values.caption[1:])
-        tables = [formats.html_table(grid) for grid in (values, *differences)]
-        sections.append({"title": _title(part), "tables": tables, "pictures": pictures})
-    if baseline and len(refused) == len(parts):
+        sections.append(
+            {
+                "title": captions.title(table),
+                "tables": [formats.html_table(grid) for grid in (values, *differences)],
+                "pictures": pictures,
+            }
+        )
+    if baseline and len(refused) == len(tables):
         raise refused[0]
     return sections
 
 
-def _title(part: TableSection) -> str:
-    settings = [f"{key}={value}" for key, value in part.settings.items() if value != "-"]
-    return "; ".join(filter(None, [captions.title(part.table), ", ".join(settings)]))
-
-
 def _runs(
-    parts: Sequence[TableSection], keys: Sequence[str], target: Path, folders: RunFolders
+    tables: Sequence[Table], keys: Sequence[str], target: Path, folders: RunFolders
 ) -> list[dict[str, Any]]:
-    """Every run with its metric, folder, settings and command."""
-    first = [key for key in keys if key in COLUMNS]
+    """Every run with its settings, metric, folder and command."""
     rows = []
-    for part in parts:
-        for run in part.table.runs.to_dict("records"):
+    for table in tables:
+        for run in table.runs.to_dict("records"):
             folder, seconds = os.path.relpath(run["folder"], target.parent), run["seconds"]
-            value = run.get(part.table.metric, math.nan)
+            value = run.get(table.metric, math.nan)
             known = not pd.isna(value) and math.isfinite(value)
             rows.append(
                 {
-                    "labels": [*(short(label(run[key])) for key in first), run["status"]],
-                    "settings": [short(label(run[key])) for key in keys if key not in first],
-                    "value": notation.printed(value, part.table.metric) if known else "-",
+                    "labels": [*(short(label(run[key])) for key in keys), run["status"]],
+                    "value": notation.printed(value, table.metric) if known else "-",
                     "seconds": "-" if pd.isna(seconds) else f"{seconds:.1f}",
                     "link": quote(f"{folder}/") if os.path.isdir(run["folder"]) else "",
                     "name": label(run["id"]),
@@ -156,43 +148,15 @@ def _settings(runs: pd.DataFrame) -> tuple[list[str], list[tuple[str, str]]]:
     return differing, [(key, labels[key].iloc[0]) for key in same]
 
 
-def _combinations(runs: pd.DataFrame, differing: Sequence[str]) -> Markup:
-    labels = runs[[*differing, "seed"]].map(label)
-    seeds: dict[tuple[str, ...], set[str]] = {}
-    for *values, seed in labels.itertuples(index=False, name=None):
-        seeds.setdefault(tuple(values), set()).add(seed)
-    lines: list[Line] = [
-        (
-            [short(value) for value in values],
-            [Figure(", ".join(sorted(group, key=lambda seed: (len(seed), seed))))],
-        )
-        for values, group in seeds.items()
-    ]
-    caption = f"{len(lines)} combinations" + (
-        f", of which {MOST_LINES} are shown" if len(lines) > MOST_LINES else ""
-    )
-    return formats.html_table(
-        Grid([caption], len(differing), [*differing, "seeds"], lines[:MOST_LINES])
-    )
-
-
 def _environments(runs: pd.DataFrame, folders: RunFolders) -> tuple[Markup, int]:
     """The environments of the runs, counted; and the number of versions of the code."""
-    counts: Counter[str] = Counter()
-    for folder, commit in zip(runs["folder"], runs["commit"], strict=True):
-        of_file = {"commit": label(commit)}
-        made_with = folders[folder].result.get("environment", of_file)
-        counts[
-            json.dumps({key: value for key, value in made_with.items() if key != "command"})
-        ] += 1
-    environments = [(json.loads(text), count) for text, count in counts.most_common(MOST_LINES)]
-    keys = list(dict.fromkeys(key for environment, _ in environments for key in environment))
-    lines: list[Line] = [
-        (
-            ["" if environment.get(key) is None else str(environment[key]) for key in keys],
-            [Figure(str(count))],
-        )
-        for environment, count in environments
-    ]
-    commits = {environment.get("commit") for environment, _ in environments}
-    return formats.html_table(Grid([], len(keys), [*keys, "runs"], lines)), len(commits)
+    made_with = pd.DataFrame(
+        folders[folder].result.get("environment", {"commit": label(commit)})
+        for folder, commit in zip(runs["folder"], runs["commit"], strict=True)
+    )
+    made_with = made_with.drop(columns="command", errors="ignore").fillna("").astype(str)
+    counts = made_with.value_counts().head(MOST_LINES).reset_index().astype(str)
+    lines = [(values, [Figure(count)]) for *values, count in counts.to_numpy().tolist()]
+    keys = [*made_with.columns]
+    table = formats.html_table(Grid([], len(keys), [*keys, "runs"], lines))
+    return table, made_with["commit"].nunique()

@@ -9,8 +9,8 @@ import io
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from matplotlib import style as mpl_style
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 
 from nmrun import atomic
 from nmrun.lab.compare import notation
@@ -51,21 +50,19 @@ LETTERS, LINE = 14, 0.16  # letters on an inch, and inches of a line, in the sty
 class Layout:
     """The user's wishes for a picture; None: the default.
 
-    ``title`` is by default what all runs have in common; empty: none. ``width`` and ``height`` are
-    in inches; fonts keep their size. ``labels`` win over the names of papers. ``ylim`` is in the
-    units that the axis shows. ``x`` of learning curves is ``step``, ``epoch`` or ``seconds``.
+    ``title`` is by default what all runs have in common; empty: none. ``width`` is in inches; fonts
+    keep their size. ``ylim`` is in the units that the axis shows. ``x`` of learning curves is
+    ``step``, ``epoch`` or ``seconds``.
     """
 
     title: str | None = None
     width: float | None = None
-    height: float | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
     ylim: tuple[float, float] | None = None
     x: str = "step"
 
     def __post_init__(self) -> None:
         asked = {key: value for key, value in vars(self).items() if value is not None}
-        check_values({"ylim": LIMITS, "width": INCHES, "height": INCHES}, asked)
+        check_values({"ylim": LIMITS, "width": INCHES}, asked)
 
     def size(self, width: float, height: float, down: int = 1) -> tuple[float, float]:
         """That of a picture which is so large by itself, with so many panels below each other."""
@@ -99,10 +96,10 @@ def of_number(i: int) -> dict[str, Any]:
     }
 
 
-def label(table: Table, row: Key, layout: Layout) -> str:
+def label(table: Table, row: Key) -> str:
     """The name of a row, with the number of its runs that the picture does not show."""
     missing = sum((Counter(cell.without) for cell in table.cells_of(row)), Counter[str]())
-    name = " ".join(notation.column(table.row_keys, row, layout.labels))
+    name = " ".join(notation.column(table.row_keys, row))
     reasons = ", ".join(f"{count} {reason}" for reason, count in missing.items())
     return name + (f" ({reasons})" if missing else "")
 
@@ -118,18 +115,18 @@ def seeds(table: Table) -> str:
 
 def title(figure: Figure, table: Table, layout: Layout) -> None:
     """Above the picture: the user's, or what all runs have in common and the number of seeds."""
-    usual = f"{captions.title(table, layout.labels)}; mean and sd of {seeds(table)}"
+    usual = f"{captions.title(table, in_papers=True)}; mean and sd of {seeds(table)}"
     text = usual.removeprefix("; ") if layout.title is None else layout.title
     if text:
         figure.suptitle(textwrap.fill(text, int(LETTERS * figure.get_figwidth())))
 
 
-def panel_name(table: Table, column: Key, layout: Layout) -> str:
+def panel_name(table: Table, column: Key) -> str:
     """The heading of a panel: ``1:8 (12.5 % of the weights)``, or the labels."""
     if table.column_keys == ("sparsity",):
         with contextlib.suppress(PatternError):
             return f"{column[0]} ({100 * Pattern.parse(column[0]).density:.3g} % of the weights)"
-    return ", ".join(notation.column(table.column_keys, column, layout.labels))
+    return ", ".join(notation.column(table.column_keys, column))
 
 
 def panels(headings: list[str], layout: Layout) -> tuple[Figure, list[Axes]]:
@@ -174,11 +171,9 @@ def legend(figure: Figure) -> None:
     )
 
 
-def fit(figure: Figure, layout: Layout) -> None:
-    """Give a finished picture the user's height, or as much as its axes need, and labels of x that
-    would leave it as many lines as they need.
-    """
-    _turn_off_formulas(figure)
+def fit(figure: Figure) -> None:
+    """Give a finished picture as much height as its axes need, and labels of x that would leave it
+    as many lines as they need."""
     figure.draw_without_rendering()  # sizes are known after the layout
     for axes in figure.axes:
         label, room = axes.xaxis.label, axes.get_window_extent().width
@@ -187,9 +182,6 @@ def fit(figure: Figure, layout: Layout) -> None:
             text = label.get_text()
             label.set_text(textwrap.fill(text, int(len(text) * room / box.width)))
             figure.draw_without_rendering()
-    if layout.height is not None:
-        figure.set_figheight(layout.height)
-        return
     boxes = [axes.get_window_extent() for axes in figure.axes if axes.axison]
     lacking = AXES - min(box.height for box in boxes) / figure.dpi
     if lacking > 0:
@@ -208,16 +200,6 @@ def x_label(figure: Figure, text: str) -> None:
             axes.set_xlabel(text)
 
 
-def _turn_off_formulas(figure: Figure) -> None:
-    """Dollar signs in names are no formulas; those of tick labels are."""
-    axes = [axis for each in figure.axes for axis in (each.xaxis, each.yaxis)]
-    ticks = [text for axis in axes for text in axis.get_ticklabels(which="both")]
-    formulas = {id(text) for text in (*ticks, *(axis.get_offset_text() for axis in axes))}
-    for text in figure.findobj(Text):
-        if isinstance(text, Text) and id(text) not in formulas:
-            text.set_parse_math(False)
-
-
 IN_THE_DARK = (
     "<style>@media (prefers-color-scheme: dark) {"
     + "".join(
@@ -229,7 +211,6 @@ IN_THE_DARK = (
 
 def save(figure: Figure, out: Path) -> None:
     """The format follows the suffix of ``out``. SVG can be read on light and on dark pages."""
-    _turn_off_formulas(figure)
     buffer = io.BytesIO()  # a full disk breaks matplotlib's writing of PDF
     dated = {".svg": "Date", ".pdf": "CreationDate"}.get(out.suffix)  # same runs, same bytes
     metadata = {dated: None} if dated else None
@@ -249,7 +230,6 @@ def embedded(figure: Figure, name: str) -> Markup:
     """The picture as an ``svg`` element of a page: its ink is the colour of the page's text. Its
     ``name``, which no other picture has, is for those who cannot see it.
     """
-    _turn_off_formulas(figure)
     buffer = io.StringIO()
     with looks(name):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})

@@ -78,16 +78,11 @@ def main(argv: Sequence[str]) -> int:
     counts = {"cell": len(cells), "trial": options.trials, "seed": seeds}
     of_cells, *of_each = (quantity(count, noun) for noun, count in counts.items())
     print(f"{of_cells}, {' and '.join(of_each)} each; {folder}", flush=True)
-    far = comparison.TuningProgress(cells, options.trials)
-
-    def say(message: str) -> None:
-        print(far.line(message), flush=True)
-
     elsewhere, before = cells, None
     try:
         while elsewhere and elsewhere != before:  # those that others have left by now, again
             before = elsewhere
-            elsewhere = [cell for cell in before if not comparison.run(cell, options.trials, say)]
+            elsewhere = [cell for cell in before if not comparison.run(cell, options.trials)]
     except (KeyboardInterrupt, SystemExit):  # after a signal, once the run's checkpoint is saved
         print("interrupted; the same command goes on", flush=True)
         raise

@@ -1,5 +1,4 @@
-"""A comparison of tuned recipes: the trials of each cell, the runs of its seeds, their progress,
-and the tables.
+"""A comparison of tuned recipes: the trials of each cell, the runs of its seeds, and the tables.
 
 Each cell has ``trials`` runs with the seed 1000. The best two by the validation split are
 repeated with the seeds 1001 and 1002; the better mean wins, and has a run for each reported seed.
@@ -8,13 +7,11 @@ repeated with the seeds 1001 and 1002; the better mean wins, and has a run for e
 from __future__ import annotations
 
 import contextlib
-import csv
 import io
 import json
 import shlex
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +19,12 @@ from typing import Any
 import pandas as pd
 
 from nmrun import atomic
-from nmrun.errors import ConfigError, RunError
+from nmrun.errors import ConfigError, RunError, refused
 from nmrun.lab.api.runs import raise_interrupt, unchanged
-from nmrun.lab.compare import notation, runs
-from nmrun.lab.compare.comparison import Comparison
+from nmrun.lab.compare import notation
+from nmrun.lab.compare.comparison import Comparison, Query, divide
 from nmrun.lab.compare.notation import label
-from nmrun.lab.compare.runs import row, to_csv, usual_metric
-from nmrun.lab.compare.tables import build
+from nmrun.lab.compare.runs import row, to_csv
 from nmrun.lab.config import command_line
 from nmrun.lab.config.composition import Cache, config_of
 from nmrun.lab.config.identity import identity, run_folder
@@ -40,13 +36,12 @@ from nmrun.lab.runs import documents, locks
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.sweeps import jobs
 from nmrun.lab.tune import plan
-from nmrun.lab.tune.plan import TuningCell, total
-from nmrun.lab.tune.study import ENDED, RUNS, SEED, TRIALS, Study, Trial, ended, of_result
+from nmrun.lab.tune.plan import TuningCell
+from nmrun.lab.tune.study import RUNS, SEED, Study, Trial, ended, of_result
 from nmrun.ranges import Search
 
 DEFINITION = "study.json"
 COMPOSED: Cache = {}  # shared by the runs of all cells
-Say = Callable[[str], None]
 Seeds = Sequence[float | None]  # the metric by seed; None where the run failed
 
 
@@ -68,27 +63,20 @@ def check(cell: TuningCell) -> None:
     if not file.exists():
         atomic.write(file, json.dumps(definition, indent=1) + "\n", shared=True)
         return
-    try:
+    with refused(f"{file} is not whole: ", ValueError, KeyError, TypeError):
         read = documents.read_json(file)
-        theirs = {part: dict(read[part]) for part in ("space", "settings")}
-        same_definition = (
-            read["identity"] == definition["identity"] and read["space"] == definition["space"]
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"{file} is not whole; remove {cell.folder} to tune anew") from None
-    for part in () if same_definition else ("space", "settings"):
-        for key in sorted({*theirs[part], *definition[part]}):
-            then, now = theirs[part].get(key), definition[part].get(key)
-            if then != now:
-                what = "looked for in" if part == "space" else "tuned with"
-                raise ConfigError(
-                    f"{cell.folder.parent.name}: {cell.name} was {what} {key}={then}, and now "
-                    f"{now} is asked for; give the comparison another name"
-                )
+        then, now = ({**each["space"], **each["settings"]} for each in (read, definition))
+        same = all(read[part] == definition[part] for part in ("identity", "space"))
+    for key in () if same else sorted({*then, *now}):
+        if then.get(key) != now.get(key):
+            raise ConfigError(
+                f"{cell.folder.parent.name}: {cell.name} was tuned with {key}={then.get(key)}, and now "
+                f"{now.get(key)} is asked for; give the comparison another name"
+            )
 
 
-def run(cell: TuningCell, trials: int, say: Say) -> bool:
-    """Do a cell's trials and its seeds, as far as they are not done; False where another process is
+def run(cell: TuningCell, trials: int) -> bool:
+    """Do a cell's trials and its seeds, as far as they are not done, with a line for each; False where another process is
     at work on it, or on the run of a seed, which comparisons share.
 
     KeyboardInterrupt or SystemExit come once the run's checkpoint is saved. ConfigError where the
@@ -97,26 +85,17 @@ def run(cell: TuningCell, trials: int, say: Say) -> bool:
     with locks.hold(cell.folder) as ours:
         if not ours:
             return False
-        if (line := study_of(cell).settings()[1]) is not None:
-            say(
-                f"{cell.name}  {cell.folder / TRIALS}: line {line} is damaged; the trials from it on "
-                "are proposed again, and runs that ended are not repeated"
-            )
         while (number := len((study := study_of(cell)).trials())) < trials:
             params = study.propose(trials)
             study.add(params)
             trial = _try(cell, params, SEED)
             best = next(iter(study_of(cell).ranked(trials)), None)
-            say(
-                f"{cell.name}  trial {number + 1}/{trials}  {params_text(params)}  "
-                f"{score_text(trial)}, best {score_text(best)}  {trial.seconds:.0f} s"
-            )
+            what = f"trial {number + 1}/{trials}  {params_text(params)}"
+            _say(cell, what, f"{score_text(trial)}, best {score_text(best)}", trial.seconds)
         for params, seed in study.to_repeat(trials):
             trial = _try(cell, params, seed)
-            say(
-                f"{cell.name}  seed {seed} of tuning  {params_text(params)}  {score_text(trial)}  "
-                f"{trial.seconds:.0f} s"
-            )
+            what = f"seed {seed} of tuning  {params_text(params)}"
+            _say(cell, what, score_text(trial), trial.seconds)
         every = True
         for words in _reported(cell, trials):
             config = _composed(cell, words)
@@ -126,8 +105,12 @@ def run(cell: TuningCell, trials: int, say: Say) -> bool:
                     every = False
                     continue
                 trial = of_result(outcome, cell.searched)
-                say(f"{cell.name}  seed {config.seed}  {score_text(trial)}  {trial.seconds:.0f} s")
+                _say(cell, f"seed {config.seed}", score_text(trial), trial.seconds)
     return every
+
+
+def _say(cell: TuningCell, what: str, score: str, seconds: float) -> None:
+    print(f"{cell.name}  {what}  {score}  {seconds:.0f} s", flush=True)
 
 
 def configs(cell: TuningCell, trials: int) -> list[Config]:
@@ -203,47 +186,10 @@ def score_text(trial: Trial | None) -> str:
     return notation.valued(trial.metric, trial.value)
 
 
-class TuningProgress:
-    """Counts the runs that a comparison still has to do, from now on."""
-
-    def __init__(self, cells: Sequence[TuningCell], trials: int) -> None:
-        self.open, self.trials, self.total = list(cells), trials, total(cells, trials)
-        self.began, self.at_first = time.monotonic(), self.ahead()
-
-    def ahead(self) -> int:
-        """Count the runs that have not ended, in all processes."""
-        counts = [ahead(cell, self.trials) for cell in self.open]
-        # a cell that is done stays done, and reading its seeds takes longer than many runs
-        self.open = [cell for cell, count in zip(self.open, counts, strict=True) if count]
-        return sum(counts)
-
-    def line(self, message: str) -> str:
-        """``[3/24] ... (12 min left)``, by the mean time of the runs that have ended since the
-        beginning."""
-        ahead = self.ahead()
-        ended, passed = self.at_first - ahead, time.monotonic() - self.began
-        remaining = f" ({span(passed / ended * ahead)} left)" if ended > 0 and ahead else ""
-        return f"[{self.total - ahead}/{self.total}] {message}{remaining}"
-
-
-def ahead(cell: TuningCell, trials: int) -> int:
-    """Count the runs of a cell that have not ended: trials, repeats of the best, seeds."""
-    study = study_of(cell)
-    count = len(study.trials())
-    if count < trials:
-        return total([cell], trials) - count
-    repeats = len(study.to_repeat(trials))
-    if repeats:
-        return repeats + len(cell.seeds)
-    ends = [RunFolder(run_folder(config)).result.get("status") for config in configs(cell, trials)]
-    return sum(end not in ENDED for end in ends)
-
-
 # --- what was found -------------------------------------------------------------------------------
 
 RUNS_CSV, TRIALS_CSV, TABLE = "runs.csv", "trials.csv", "table.md"
 CELL = "tuned.cell"
-IN_TITLE = ("dataset", "model", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -352,52 +298,32 @@ def _edges(edges: Mapping[tuple[str, Search, str], Sequence[str]]) -> list[str]:
 def write_outcome(folder: Path, outcome: Outcome) -> None:
     """Write ``runs.csv``, ``trials.csv`` and ``table.md``, each whole or not at all. Other cells'
     lines in the first two stay."""
-    for name, text, key in (
-        (RUNS_CSV, to_csv(outcome.runs), CELL),
-        (TRIALS_CSV, to_csv(outcome.trials), "cell"),
-    ):
-        whole = _with_other_cells(folder / name, text, key, {cell.name for cell in outcome.cells})
-        atomic.write(folder / name, whole, shared=True)
+    names = [cell.name for cell in outcome.cells]
+    for name, ours, key in ((RUNS_CSV, outcome.runs, CELL), (TRIALS_CSV, outcome.trials, "cell")):
+        whole = _with_other_cells(folder / name, ours, key, names)
+        atomic.write(folder / name, to_csv(whole), shared=True)
     atomic.write(folder / TABLE, outcome_text(outcome), shared=True)
 
 
-def _with_other_cells(file: Path, text: str, key: str, names: set[str]) -> str:
-    """The lines of other cells in a CSV file, then the new lines."""
+def _with_other_cells(
+    file: Path, ours: pd.DataFrame, key: str, names: Sequence[str]
+) -> pd.DataFrame:
+    """The lines of other cells in a CSV file, then ours."""
     if not file.exists():
-        return text
-    try:
-        with file.open(encoding="utf-8-sig", newline="") as old:
-            lines = [*csv.DictReader(old)]
-    except (ValueError, csv.Error) as error:
-        raise RunError(
-            f"{file} is damaged: {error}; remove it and give the command again"
-        ) from None
-    others = [line for line in lines if line.get(key) and line[key] not in names]
-    if not others:
-        return text
-    lines = [*others, *csv.DictReader(io.StringIO(text))]
-    columns = list(dict.fromkeys(column for line in reversed(lines) for column in line))
-    cells = [[line.get(column) or "" for column in columns] for line in lines]
-    return runs.as_text([columns, *cells], "csv")
+        return ours
+    with refused(f"{file} is damaged: ", ValueError, KeyError):
+        old = pd.read_csv(file, dtype=str, keep_default_na=False)
+        others = old[~old[key].isin(names)]
+    columns = dict.fromkeys([*ours.columns, *others.columns])
+    return pd.concat([others, ours]).reindex(columns=[*columns])
 
 
 def outcome_text(outcome: Outcome) -> str:
-    """The tables of the runs, one for each value of what was swept besides recipe and ratio, and
-    what the trials found, as Markdown."""
+    """The tables of the runs, with a row for each value of what else was swept, and what the trials
+    found, as Markdown."""
     parts = []
-    apart = list(dict.fromkeys(key for cell in outcome.cells for key in cell.apart))
-    rows = [key for key in apart if key.partition(".")[0] == "recipe"]
     if len(outcome.runs):
-        # a frame of runs has `optimizer` for `optimizer.name`
-        others = [key.removesuffix(".name") for key in apart if key not in rows]
-        groups = list(dict.fromkeys([*IN_TITLE, *others]))
-        labels = outcome.runs[groups].map(label).apply(tuple, axis=1)
-        for values, part in outcome.runs.groupby(labels):
-            table = build(part, usual_metric(part), ["recipe", *rows], ["sparsity"])
-            pairs = zip(groups, values, strict=True)
-            apart_by = [f"{key}={value}" for key, value in pairs if key not in IN_TITLE]
-            heading = f"{', '.join(apart_by)}\n\n" if apart_by else ""
-            parts.append(f"{heading}{formats.render(Comparison([table]), 'markdown')}")
+        parts.append(formats.render(Comparison(divide(outcome.runs, Query())), "markdown"))
     head = ["cell", "trials", "mean of three seeds", "settings", "time of tuning"]
     title = "What the trials found"
     if outcome.tuning:

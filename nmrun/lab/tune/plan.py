@@ -17,6 +17,7 @@ from typing import Any
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep
 
 from nmrun.errors import ConfigError, raise_all, refused
+from nmrun.lab.compare.notation import label
 from nmrun.lab.config import command_line
 from nmrun.lab.config.composition import Cache, config_of
 from nmrun.lab.config.identity import identity
@@ -112,38 +113,21 @@ def _place(name: str) -> str:
 
 
 def _of_runs(cell: TuningCell, space: Space, cache: Cache) -> TuningCell:
-    """The cell with its part of ``space``: the keys and values that change its run. A null that
-    stands for a value is replaced by it. ConfigError for a value or an end of a range that a key
-    does not take."""
-
-    def runs(key: str, values: Sequence[Any], *others: tuple[str, Any]) -> dict[str, Any]:
-        """The first value that gives each run, by the run's identity, as its config has it."""
-        found: dict[str, Any] = {}
-        for value in values:
-            words = cell.with_settings([(key, value), *others])
-            config = config_of(words, cell.config_dir, cache)
-            has = flatten(config.plain)[key]
-            found.setdefault(identity(config), value if value == has else has)
-        return found
-
+    """The cell without those keys of ``space`` whose values change no run of it. ConfigError for a
+    value or an end of a range that a key does not take, and for one that stands for another."""
     searched = dict(cell.searched)
-    own = {
-        key: space[key].values or (space[key].low, space[key].high)
-        for key in space.keys() & searched.keys()
-    }
-    for key, values in own.items():
-        with refused("--over ", ConfigError):
-            distinct = runs(key, values)
-        # it may change a run only together with another value of a second searched key
-        for other in ((k, v) for k in own if k != key for v in own[k]):
-            if len(distinct) == len(values):
-                break
-            with contextlib.suppress(ConfigError):  # the two may not go together
-                distinct = max(distinct, runs(key, values, other), key=len)
-        if len(distinct) == 1:
+    for key in space.keys() & searched.keys():
+        runs, others = set(), list[str]()
+        for value in space[key].values or (space[key].low, space[key].high):
+            with refused("--over ", ConfigError):
+                config = config_of(cell.with_settings([(key, value)]), cell.config_dir, cache)
+            runs.add(identity(config))
+            if (has := flatten(config.plain)[key]) != value:
+                others.append(f"--over {key}={label(value)} stands for {label(has)}; name that")
+        if len(runs) == 1:
             del searched[key]
-        elif space[key].values:
-            searched[key] = among(*distinct.values())
+        else:
+            raise_all(others)
     return replace(cell, searched=searched)
 
 
@@ -183,20 +167,12 @@ def summary(cells: Sequence[TuningCell], trials: int) -> list[str]:
     for cell in cells:
         searched = "; ".join(f"{key} {search}" for key, search in cell.searched.items())
         lines.append(f"  {cell.name:<{width}}  {searched}")
-    seeds = sum(len(cell.seeds) for cell in cells)
+    seeds, repeats = sum(len(cell.seeds) for cell in cells), min(trials, FINALISTS) * len(AGAIN)
     lines.append(
-        f"  {quantity(len(cells), 'cell')}, in each {quantity(trials, 'trial')} and {_repeats(trials)} "
-        f"repeats of the best; {quantity(seeds, 'run')} of seeds: {total(cells, trials)} runs"
+        f"  {quantity(len(cells), 'cell')}, in each {quantity(trials, 'trial')} and {repeats} repeats of "
+        f"the best; {quantity(seeds, 'run')} of seeds: {len(cells) * (trials + repeats) + seeds} runs"
     )
     return lines
-
-
-def total(cells: Sequence[TuningCell], trials: int) -> int:
-    return sum(trials + _repeats(trials) + len(cell.seeds) for cell in cells)
-
-
-def _repeats(trials: int) -> int:
-    return min(trials, FINALISTS) * len(AGAIN)
 
 
 RATE = "optimizer.lr"

@@ -1,18 +1,17 @@
 """The trials of one cell of a comparison, and which settings to try next.
 
 ``trials.jsonl`` lists the settings that were tried, in order. Only the ``result.json`` of each run,
-whose hash is checked, says how it ended. Each line has a checksum of all lines up to it, because a
-changed list would change later trials. Optuna proposes. Its study is made anew for each proposal,
+whose hash is checked, says how it ended. Optuna proposes. Its study is made anew for each proposal,
 with a seed that follows from the trial's number. So a comparison that was cut off goes on with the
 same proposals."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import warnings
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,26 +83,17 @@ class Study:
     ) -> None:
         self.folder, self.space, self.defaults, self.runs = folder, space, defaults, runs
 
-    def settings(self) -> tuple[list[dict[str, Any]], int | None]:
-        """What ``trials.jsonl`` lists, up to its first damaged line; and that line's number."""
+    def settings(self) -> list[dict[str, Any]]:
+        """What ``trials.jsonl`` lists, up to its first damaged line."""
         lines, damaged = documents.read_lines(self.folder / TRIALS)
-        whole_lines = lines[: damaged[0] - 1] if damaged else lines
-        listed: list[dict[str, Any]] = []
-        checksum = 0
-        for number, line in enumerate(whole_lines, 1):
-            params = line.get("params")
-            checksum = _checksum(params, checksum)
-            if not isinstance(params, dict) or {*params} != {*self.space}:
-                return listed, number
-            if line.get("checksum") != checksum:
-                return listed, number
-            listed.append(params)
-        return listed, damaged[0] if damaged else None
+        whole = lines[: damaged[0] - 1] if damaged else lines
+        listed: list[Any] = [line.get("params") for line in whole]
+        return [*itertools.takewhile(lambda params: {*(params or ())} == {*self.space}, listed)]
 
     def trials(self) -> list[Trial]:
         """List the trials in order, up to the first whose run has not ended."""
         ended = []
-        for params in self.settings()[0]:
+        for params in self.settings():
             run = self.run(params, SEED)
             if run is None:
                 break
@@ -120,12 +110,9 @@ class Study:
 
     def add(self, params: Mapping[str, Any]) -> None:
         """List the settings of the next trial. They replace a damaged line and all after it."""
-        listed, number = self.settings()[0], len(self.trials())
+        listed, number = self.settings(), len(self.trials())
         listed[number : number + 1] = [dict(params)]
-        lines, checksum = "", 0
-        for each in listed:
-            checksum = _checksum(each, checksum)
-            lines += json.dumps({"params": each, "checksum": checksum}) + "\n"
+        lines = "".join(json.dumps({"params": each}) + "\n" for each in listed)
         atomic.write(self.folder / TRIALS, lines, shared=True)
 
     def ranked(self, count: int) -> list[Trial]:
@@ -170,7 +157,7 @@ class Study:
         then by Optuna's TPE, half of all at random; numbers have three digits."""
         optuna = import_optuna()
         optuna.logging.set_verbosity(logging.WARNING)
-        listed, trials = self.settings()[0], self.trials()
+        listed, trials = self.settings(), self.trials()
         if len(trials) < len(listed):
             return listed[len(trials)]
         # each trial its own stream of random numbers, the same whoever goes on after an interrupt
@@ -201,10 +188,6 @@ class Study:
             else trial.suggest_float(key, search.low, search.high, log=search.log)
             for key, search in self.space.items()
         }
-
-
-def _checksum(params: Any, before: int) -> int:
-    return zlib.crc32(json.dumps(params).encode(), before)
 
 
 def import_optuna() -> Any:

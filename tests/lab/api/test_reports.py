@@ -74,7 +74,7 @@ def test_a_filter_is_that_of_the_verb(outputs, table):
         with pytest.raises(ConfigError) as raised:
             nmrun.runs(outputs, [condition])
         assert table("--filter", condition)[2] == f"nmrun: {raised.value}\n"
-    with pytest.raises(ConfigError, match=r"^\S*nowhere: no such folder$"):
+    with pytest.raises(ConfigError, match=r"^\S*nowhere: no such folder of runs"):
         nmrun.runs(outputs / "nowhere")
 
 

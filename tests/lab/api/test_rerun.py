@@ -210,7 +210,7 @@ def test_lines_of_committed_files_have_the_id_of_their_settings(line, monkeypatc
         ("step_long.csv:1", "no run is in that line; the first is"),
         ("step_long.csv", "name the line of a run, as in"),
         ("digits.csv:2", "the file has not all settings of a run"),
-        ("one_shot.csv:2", "magnitude prunes without training, by nmrun prune"),
+        ("one_shot.csv:2", "the file has not all settings of a run"),
         ("images_trials.csv:2", "no file of runs: it has no column"),
         ("nowhere.csv:2", "no file of runs"),
     ],

@@ -354,20 +354,10 @@ def test_a_sweep_goes_on_behind_a_failure(capsys):
 
 
 def test_a_result_shows_itself():
-    run = nmrun.run(SHORT, output_dir="a<b>&c")
-    html, plain = run._repr_html_(), repr(run)
-    assert "a&lt;b&gt;&amp;c" in html
-    assert "a<b>" not in html
-    for text in (
-        "finished",
-        "digits",
-        "small_conv",
-        "step",
-        "2:4",
-        f"{run.metrics['test/accuracy']:.4g}",
-    ):
-        assert f"<td>{text}</td>" in html
-        assert text in plain
+    run = nmrun.run(SHORT)
+    accuracy = f"{run.metrics['test/accuracy']:.4g}"
+    for text in ("finished", "digits", "small_conv", "step", "2:4", accuracy):
+        assert text in repr(run)
 
 
 def test_a_plan_trains_nothing():

@@ -33,7 +33,6 @@ def test_what_is_written_is_read_again(tmp_path):
     assert read.items() >= {key: value for key, value in RUN.items() if key not in gone}.items()
     assert type(read["seed"]) is int
     assert read["model.bias"] is True
-    assert "\n'=step," in file.read_text()  # no formula
 
 
 def test_a_table_may_be_of_folders_and_files(tmp_path, write):
@@ -71,35 +70,27 @@ def test_what_python_alone_takes_for_a_number_is_a_text(tmp_path, text):
     [
         (
             b"a,seed\n1,2\n",
-            ": no file of runs: it has no column dataset, metric, model, recipe, sparsity, status",
+            "it has no column dataset, metric, model, recipe, sparsity, status",
         ),
-        (b"", ": no file of runs: it has no column dataset, metric, model, recipe, seed"),
-        (b"a\xff", ": no file of runs: it is not UTF-8"),
-        (HEAD, ": no run in it"),
-        (HEAD + b"1,2\n", ", line 2: 8 values are needed"),
+        (b"", "it has no column dataset, metric, model, recipe, seed"),
+        (b"a\xff", "'utf-8' codec can't decode"),
+        (HEAD, "no run is in it"),
+        (HEAD + b"1,2\n", "line 2: it has not as many values as there are columns"),
+        (HEAD + GOOD[:-1] + b",1\n", "line 2: it has not as many values as there are columns"),
+        (HEAD + GOOD + GOOD.replace(b"0.5", b"abc"), "line 3: test/accuracy=abc is no number"),
+        (HEAD + GOOD.replace(b"0.5", b"true"), "line 2: test/accuracy=True is no number"),
+        (HEAD + GOOD.replace(b",0,", b",x,"), "line 2: seed=x is no number"),
+        (HEAD + GOOD.replace(b"2:4", b"9:4"), "line 2: 9:4 is not an N:M pattern"),
         (
-            HEAD + GOOD + b"mlp,x,ste,2:4,finished,accuracy,0,abc\n",
-            ", line 3: test/accuracy=abc is no number",
-        ),
-        (
-            HEAD + b"mlp,x,ste,2:4,finished,accuracy,0,true\n",
-            ", line 2: test/accuracy=True is no number",
-        ),
-        (HEAD + b"mlp,x,ste,2:4,finished,accuracy,x,1\n", ", line 2: seed=x is no whole number"),
-        (
-            HEAD + b"mlp,x,ste,9:4,finished,accuracy,0,1\n",
-            ", line 2: sparsity: 9:4 is not an N:M pattern",
-        ),
-        (
-            HEAD + b"mlp,x,ste,2:4,done,accuracy,0,1\n",
-            ", line 2: status=done: it takes finished, failed, interrupted",
+            HEAD + GOOD.replace(b"finished", b"done"),
+            "line 2: status=done: it takes finished, failed, interrupted",
         ),
     ],
 )
 def test_another_file_gets_a_line(tmp_path, text, message):
     file = tmp_path / "runs.csv"
     file.write_bytes(text)
-    with pytest.raises(ConfigError, match=re.escape(f"{file}{message}")):
+    with pytest.raises(ConfigError, match=rf"^{file}: no file of runs: .*{re.escape(message)}"):
         from_csv(file)
 
 

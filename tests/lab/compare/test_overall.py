@@ -279,7 +279,7 @@ def drawn(
     }
     keys, shared = [(name,) for name in names], {"dataset": dataset}
     return Table(
-        "test/perplexity", "mean", ("recipe",), ("sparsity",), keys, ratios, cells, set(), set(),
+        "test/perplexity", ("recipe",), ("sparsity",), keys, ratios, cells, set(), set(),
         shared, [], [],
     )  # fmt: skip
 
@@ -406,8 +406,8 @@ def test_the_caption_says_how_each_data_set_was_tuned():
 def test_the_picture_has_a_point_for_each_cell_and_an_interval_for_each_data_set():
     tables = [against(each, "sr_ste") for each in (words(), images())]
     rows = overall.against(tables, "sr_ste")
-    (axes,) = plots.over_all_cells(Comparison(tables, rows), Layout(labels={"asp": "Ours"})).axes
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["Ours", "STE"]
+    (axes,) = plots.over_all_cells(Comparison(tables, rows), Layout()).axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["ASP", "STE"]
     drawn = {str(line.get_label()): line for line in axes.get_lines()}
     for data, name in (("shakespeare", "Tiny Shakespeare"), ("digits", "digits")):
         points = list(zip(*map(list, drawn[name].get_data()), strict=True))

@@ -8,7 +8,6 @@ import errno
 import io
 import json
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -337,23 +336,11 @@ def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(write, table):
     )
     assert "--rows recipe,trainer.epochs,trainer.limit_batches" in err
     assert err.count("\n") == 1
-    choice = err.split("--filter ")[1].split()
-    assert choice == ["trainer.epochs=12"]
-    assert cells(table("--filter", *choice)[1]) == {
+    assert cells(table("--filter", "trainer.epochs=12")[1]) == {
         "asp": {"2:4": "80.0 +- 0.0 (2)"},
         "ste": {"2:4": "**90.0 +- 0.0 (2)**"},
     }
     assert table("--rows", "recipe,trainer.epochs")[1].count("\n| ") == 1 + 3
-
-
-def test_a_refusal_names_failed_runs_where_the_others_are_alike(write, table):
-    write("ste", "2:4", 0, 0.9)
-    write("ste", "2:4", 1, 0.0, status="failed", optimizer__lr=9.0)
-    failed = "; 1 of these runs failed, which nmrun status lists\n"
-    assert table()[2].endswith(f"--filter optimizer.lr=0.001{failed}")
-    write("ste", "2:4", 2, 0.9, optimizer__lr=0.5)
-    assert "optimizer.lr" in table()[2]
-    assert "failed" not in table()[2]
 
 
 def test_runs_of_debugging_are_averaged_with_no_others(write, table):
@@ -367,7 +354,6 @@ def test_runs_of_debugging_are_averaged_with_no_others(write, table):
 
 
 def test_one_refusal_names_the_settings_of_all_cells(write, table):
-    """And obeyed, it is the last."""
     for seed in (0, 1):
         write("ste", "2:4", seed, 0.9)
         write("step", "2:4", seed, 0.8, recipe__switch="auto")
@@ -380,24 +366,7 @@ def test_one_refusal_names_the_settings_of_all_cells(write, table):
     )
     named = err.split("differ in ")[1].split(";")[0].split(", ")
     assert sorted(named) == ["optimizer.lr", "recipe.switch", "trainer.epochs"]
-    choice = err.split("--filter ")[1].split()
-    chosen = cells(table("--filter", *choice)[1])
-    assert chosen == {
-        "ste": {"2:4": "**90.0 +- 0.0 (2)**"},
-        "step": {"2:4": "80.0 +- 0.0 (2)"},
-    }
     assert table("--rows", f"recipe,{','.join(named)}")[0] == 0
-
-
-def test_a_refusal_that_names_a_value_with_spaces_is_obeyed_as_well(write, table):
-    for seed in (0, 1):
-        place = f"outputs/digits/small_conv/dense/dense/s{seed}-0123456789"
-        write("ste", "2:4", seed, 0.9, init=f"{place}/best.safetensors")
-    write("ste", "2:4", 2, 0.1)
-    write("ste", "2:4", 3, 0.2, init=place)
-    choice = shlex.split(table()[2].split("--filter ")[1])
-    assert choice == ["init=dense (best)"]
-    assert cells(table("--filter", *choice)[1]) == {"ste": {"2:4": "90.0 +- 0.0 (2)"}}
 
 
 def test_a_recipes_own_setting_is_a_difference_but_another_recipes_is_not(write, table):
@@ -599,7 +568,7 @@ def test_long_numbers_are_short_and_settings_say_their_key(write, table):
 @pytest.mark.parametrize("style", ["csv", "json"])
 def test_a_line_a_run(write, table, tmp_path, style):
     comparison(write)
-    write("=1+1", "2:4", 7, status="failed")
+    write("ste", "2:4", 7, status="failed")
     target = tmp_path / f"runs.{style}"
     assert table("--runs", "--out", str(target))[:2] == (0, f"{target}\n")
     runs = {"csv": pd.read_csv, "json": pd.read_json}[style](target)
@@ -607,7 +576,7 @@ def test_a_line_a_run(write, table, tmp_path, style):
     step = runs[runs["recipe"] == "step"].sort_values("seed")
     assert step["test/accuracy"].tolist() == [0.97, 0.98, 0.99]
     failed = runs[runs["status"] == "failed"]
-    assert failed["recipe"].tolist() == ["'=1+1" if style == "csv" else "=1+1"]
+    assert failed["recipe"].tolist() == ["ste"]
     assert failed["test/accuracy"].isna().all()
 
 
@@ -682,11 +651,6 @@ def test_plots_of_two_models_go_below_the_path(write, tmp_path, capsys):
         (
             ["--runs", "--format", "latex"],
             ["--runs --format latex: a line a run is csv, json"],
-        ),
-        (["--format", "latex", "--labels", "step"], ["--labels step: write NAME=TEXT"]),
-        (
-            ["--format", "latex", "--labels", "stte=Ours"],
-            ["stte: no such label in these runs; did you mean ste?"],
         ),
     ],
 )

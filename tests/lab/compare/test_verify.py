@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from pathlib import Path
 
@@ -111,21 +109,6 @@ def test_a_result_that_lost_its_hashes_never_counts(keys, sealed, table, tmp_pat
         status = verb(*filter(None, words))
         out, err = capsys.readouterr()
         assert (status, "result.json: it was changed" in out + err) == (expected, True), words
-
-
-@pytest.mark.parametrize("name", ["=cmd|'/c calc'!A1", "+1+1", "-a", "@SUM(A1)", "\tx"])
-def test_csv_has_no_formulas(name, write, table):
-    write(name, "2:4", 0, 0.5)
-    (line,) = csv.DictReader(io.StringIO(table("--format", "csv")[1]))
-    assert line["recipe"] == f"'{name}"
-    assert float(line["mean"]) == 0.5
-
-
-def test_csv_leaves_numbers_and_dashes(write, table):
-    write("ste", "2:4", 0, -0.5, optimizer__lr=-1e-3)
-    text = table("--format", "csv", "--rows", "optimizer.lr")[1]
-    (line,) = csv.DictReader(io.StringIO(text))
-    assert (line["optimizer.lr"], line["mean"]) == ("-0.001", "-0.5")
 
 
 def test_markdown_cells_are_texts(write, table):

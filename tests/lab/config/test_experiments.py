@@ -604,17 +604,17 @@ def test_tables_and_figures_are_files(swept, monkeypatch, capsys):
         monkeypatch,
         capsys,
         "--out",
-        "pages/tables.md",
+        "tables.md",
         "--figures",
         "pictures",
     )
-    page = (swept / "pages" / "tables.md").read_text()
+    page = (swept / "tables.md").read_text()
     assert status == 0
     assert page.count("| recipe") == 2
     (picture,) = (swept / "pictures").iterdir()
     assert picture.name == "own-smoke-1-curves.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert sorted(out.split()) == ["pages/tables.md", "pictures/own-smoke-1-curves.png"]
+    assert sorted(out.split()) == ["pictures/own-smoke-1-curves.png", "tables.md"]
 
 
 def test_what_is_unfinished_is_left_out_of_a_page_and_named(swept, monkeypatch, capsys):

@@ -71,7 +71,7 @@ def test_the_page_has_all_of_it_and_needs_nothing_else(write, report, tmp_path):
     # against the ratio, and over steps: nothing else was logged
     assert document.tags.count("svg") == 2
     inside = {address[1:] for address in document.addresses if address.startswith("#")}
-    assert inside == {"part-1", "runs", "configurations", "made-with"} <= set(document.ids)
+    assert inside == {"part-1", "runs", "settings", "made-with"} <= set(document.ids)
     links = [address for address in document.addresses if not address.startswith("#")]
     assert len(links) == 8
     assert all((tmp_path / link / "result.json").is_file() for link in links)
@@ -120,22 +120,21 @@ def test_what_did_not_finish_with_its_error_and_command(write, report, tmp_path)
     assert document.tables[0][1] == ["step", "98.0 (1, 1 failed)"]
 
 
-def test_configurations_and_environments(write, report, tmp_path):
+def test_settings_and_environments(write, report, tmp_path):
     for seed in (0, 1):
         write("step", "2:4", seed, 0.98)
         other = write("step", "2:4", seed, 0.97, optimizer__lr=0.01)
     rewrite(other, environment={"commit": "fff", "torch": "9.9"})
     assert report("--rows", "recipe,optimizer.lr")[0] == 0
     document = page(tmp_path)
-    runs, configurations, same, environments = document.tables[1:]
+    runs, same, environments = document.tables[1:]
     assert runs[0] == [
-        *("seed", "status", "test/accuracy in %", "seconds", "folder", "optimizer.lr", "command")
+        *("optimizer.lr", "seed", "status", "test/accuracy in %", "seconds", "folder", "command")
     ]
-    assert [[*line[:3], line[5]] for line in runs[1:]] == [
-        *(["0", "finished", "98.0", "0.001"], ["0", "finished", "97.0", "0.01"]),
-        *(["1", "finished", "98.0", "0.001"], ["1", "finished", "97.0", "0.01"]),
+    assert [line[:4] for line in runs[1:]] == [
+        *(["0.001", "0", "finished", "98.0"], ["0.01", "0", "finished", "97.0"]),
+        *(["0.001", "1", "finished", "98.0"], ["0.01", "1", "finished", "97.0"]),
     ]
-    assert configurations == [["optimizer.lr", "seeds"], ["0.001", "0, 1"], ["0.01", "0, 1"]]
     common = dict(same[1:])
     assert common["trainer.epochs"] == "12"
     assert common["recipe"] == "step"
@@ -184,7 +183,7 @@ def test_what_users_wrote_is_text(write, report, tmp_path):
 
 
 def test_it_divides_what_cannot_be_averaged(write, report, tmp_path):
-    """Settings make parts; those of a recipe rows."""
+    """Each setting has rows of its own."""
     for rate in (0.001, 0.01):
         for seed in (0, 1):
             for decay in (1e-4, 1e-3):
@@ -199,20 +198,22 @@ def test_it_divides_what_cannot_be_averaged(write, report, tmp_path):
             write("dense", "dense", seed, 0.95, optimizer__lr=rate)
     assert report()[0] == 0
     document = page(tmp_path)
-    assert "optimizer.lr=0.001" in document.text
-    assert document.ids.count("part-2") == 1
-    assert "part-3" not in document.ids
+    assert "part-2" not in document.ids
     values, differences = document.tables[:2]
-    assert values[0] == ["recipe", "recipe.decay", "2:4"]
-    assert {tuple(line[:2]): line[2] for line in values[1:]} == {
-        ("dense", "-"): "95.0 ± 0.0 (2)",
-        ("sr_ste", "0.0001"): "90.1 ± 0.0 (2)",
-        ("sr_ste", "0.001"): "90.2 ± 0.0 (2)",
+    assert values[0] == ["recipe", "optimizer.lr", "recipe.decay", "2:4"]
+    assert {tuple(line[:3]): line[3] for line in values[1:]} == {
+        ("dense", "0.001", "-"): "95.0 ± 0.0 (2)",
+        ("dense", "0.01", "-"): "95.0 ± 0.0 (2)",
+        ("sr_ste", "0.001", "0.0001"): "90.1 ± 0.0 (2)",
+        ("sr_ste", "0.001", "0.001"): "90.2 ± 0.0 (2)",
+        ("sr_ste", "0.01", "0.0001"): "91.0 ± 0.0 (2)",
+        ("sr_ste", "0.01", "0.001"): "91.1 ± 0.0 (2)",
     }
-    assert differences[1][:2] == ["sr_ste", "0.0001"]
+    # each with the dense row of its learning rate
+    assert [line[:3] for line in differences[1:]] == [line[:3] for line in values[3:]]
     assert "Difference to dense" in document.text
-    assert report("--baseline", "sr_ste 0.001")[0] == 0
-    assert "Difference to sr_ste decay=0.001" in page(tmp_path).text
+    assert report("--baseline", "sr_ste 0.01 0.001")[0] == 0
+    assert "Difference to sr_ste lr=0.01 decay=0.001" in page(tmp_path).text
     status, _, error = report("--baseline", "stepp")
     assert (status, error.count("\n")) == (2, 1)
     assert "--baseline stepp: no such row" in error

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pandas as pd
@@ -29,7 +30,6 @@ from nmrun.lab.sweeps import jobs
 from nmrun.lab.train import results
 from nmrun.lab.tune import comparison, plan
 from nmrun.lab.tune.cli import main
-from nmrun.lab.tune.comparison import TuningProgress
 from nmrun.lab.tune.study import Study, Trial, ended
 from nmrun.ranges import among
 
@@ -163,50 +163,13 @@ def test_its_csv_has_every_cell_of_the_table(whole, monkeypatch):
     assert str(Path.cwd()) not in (PLACE / "runs.csv").read_text()
 
 
-def test_each_line_says_how_far_it_is(whole):
-    lines = [line for line in whole[1].splitlines() if line[:1] == "["]
-    assert [line.split()[0] for line in lines] == [f"[{k + 1}/27]" for k in range(27)]
-    assert [bool(re.search(r" \(\d+ (s|min) left\)$", line)) for line in lines] == [True] * 26 + [
-        False
-    ]
-
-
-def test_what_is_ahead_is_counted_for_all_processes(whole, tmp_path, monkeypatch):
-    """Of a cell's 3 trials, 4 repeats and 2 seeds, those that have not ended, and the time that
-    they take at the pace of those that ended since the beginning.
-    """
-    shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
-    cells = cells_here()
-    assert TuningProgress(cells, 3).ahead() == 0
-    assert TuningProgress(cells, 5).ahead() == 3 * (2 + 4 + 2)
-    files = sorted(Path("outputs").glob("digits/*/sr_ste/*/*/result.json"))
-    assert len(files) == 4
-    whole_result = files[0].read_text()
-    hashes = ("files", "sha256")  # which finished runs alone have
-    bare = {key: value for key, value in json.loads(whole_result).items() if key not in hashes}
-    for status, ahead in (("interrupted", 1), ("failed", 0)):
-        files[0].write_text(json.dumps({**bare, "status": status}))
-        assert TuningProgress(cells, 3).ahead() == ahead
-    files[0].write_text(whole_result)
-    assert TuningProgress(cells, 3).ahead() == 0
-    repeats = sorted((cells[1].folder / "runs").glob("*/*/*/*/s100[12]-*/result.json"))
-    hidden = [file.rename(file.with_name("hidden")) for file in repeats[1:]]
-    assert len(hidden) == 3
-    assert TuningProgress(cells, 3).ahead() == 3 + 2  # its seeds may get other settings
-    (cells[1].folder / "trials.jsonl").unlink()
-    assert TuningProgress(cells, 3).ahead() == 3 + 4 + 2
-
-    clock = [100.0]
-    monkeypatch.setattr(comparison.time, "monotonic", lambda: clock[0])
-    far = TuningProgress(cells, 3)
-    clock[0] += 800
-    assert far.line("told") == "[18/27] told"  # nothing has ended since, so who knows
-    listed = cells[1].folder / "trials.jsonl"
-    shutil.copy(whole[0] / listed.relative_to(tmp_path), listed)
-    assert far.line("told") == "[22/27] told (17 min left)"  # 4 took 800 seconds, 5 are left
-    for file in hidden:
-        file.rename(file.with_name("result.json"))
-    assert far.line("told") == "[27/27] told"
+def test_each_run_has_a_line(whole):
+    """Of three cells: three trials, four repeats and two seeds."""
+    lines = [line for line in whole[1].splitlines() if re.search(r"  \d+ s$", line)]
+    assert Counter(line.split("  ")[0] for line in lines) == dict.fromkeys(
+        ("dense", "sr_ste 1:4", "sr_ste 1:8"), 3 + 4 + 2
+    )
+    assert lines[0].startswith("dense  trial 1/3  lr=0.001  validation accuracy ")
 
 
 def test_given_again_it_does_nothing_and_prints_the_table(whole, capsys, monkeypatch):
@@ -243,15 +206,14 @@ def test_without_optuna_nothing_is_begun(monkeypatch, capsys):
     assert not list(Path().iterdir())
 
 
-def test_other_swept_keys_have_tables_of_their_own(capsys):
+def test_other_swept_keys_are_rows(capsys):
     assert main([
         "other", "--trials", "1", *TINY, "recipe=dense,step", "trainer.epochs=1,2", "seed=0,1",
         "--over", "recipe.switch=0.5,0.6",
     ]) == 0  # fmt: skip
     output = capsys.readouterr().out
-    tables = re.findall(r"trainer\.epochs=(\d)\n\n.*\n.*accuracy on the test split", output)
-    assert tables == ["1", "2"]
-    assert output.count("| step   |") == 2
+    rows = re.findall(r"^\| (dense|step) +\| (\d) ", output, re.MULTILINE)
+    assert rows == [(recipe, epochs) for recipe in ("dense", "step") for epochs in ("1", "2")]
     place = PLACE.with_name("other")
     assert (place / "table.md").read_text() in output
     runs = pd.read_csv(place / "runs.csv")
@@ -398,7 +360,7 @@ def test_a_signal_ends_it_with_a_line(number, ends, capsys, monkeypatch):
         (["trainer.epochs=3"], "was tuned with trainer.epochs=2, and now 3 is asked for"),
         (
             ["--over", "optimizer.lr=interval(0.1,0.2)"],
-            r"was looked for in optimizer.lr=0.0002 to 0.005 \(log\), and now 0.1 to 0.2",
+            r"was tuned with optimizer.lr=0.0002 to 0.005 \(log\), and now 0.1 to 0.2",
         ),
     ],
 )
@@ -478,14 +440,6 @@ def test_settings_and_folders_of_any_value_are_tried(tmp_path, monkeypatch):
     assert [trial.params["recipe.threshold"] for trial in study] == [None]
 
 
-def test_a_value_may_stand_for_another():
-    words = (*TINY, "recipe=dense", "trainer.epochs=1", "optimizer=adamw")
-    over = ("--over", "optimizer.decay=matrices,null")  # of small_conv null is all
-    assert main(["try", "--trials", "3", *words, *over]) == 0
-    (study,) = trials().values()
-    assert {trial.params["optimizer.decay"] for trial in study} == {"matrices", "all"}
-
-
 def test_settings_that_are_another_run_get_a_line():
     """Without weight decay it is one run, whatever decays."""
     words = (*TINY, "recipe=dense", "trainer.epochs=1", "optimizer=adamw")
@@ -498,7 +452,7 @@ def test_settings_that_are_another_run_get_a_line():
 def test_a_record_that_is_not_whole_gets_a_line(text, dense):
     file = PLACE / "dense" / "study.json"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=r"study.json is not whole; remove .*dense to tune anew"):
+    with pytest.raises(ConfigError, match=r"study.json is not whole: "):
         tune("recipe=dense")
 
 
@@ -536,7 +490,7 @@ def test_no_file_but_the_runs_own_results_decides(now, dense, capsys):
 @pytest.mark.parametrize(
     "damage", ["{", '{"params": {"optimizer.lr": 0.001', "[1]", '{"value": 1}']
 )
-def test_a_damaged_line_is_said_and_nothing_is_done_again(damage, dense, capsys, monkeypatch):
+def test_behind_a_damaged_line_nothing_is_done_again(damage, dense, monkeypatch):
     before = trials()
     file = PLACE / "dense/trials.jsonl"
     first, _, third = file.read_text().splitlines()
@@ -547,14 +501,11 @@ def test_a_damaged_line_is_said_and_nothing_is_done_again(damage, dense, capsys,
     assert tune("recipe=dense") == 0
     assert {one["status"] for one in ran} == {"skipped"}
     assert trials() == before
-    messages = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
-    assert len(messages) == 1
-    assert "trials.jsonl: line 2 is damaged" in messages[0]
 
 
 def test_a_file_of_runs_that_is_damaged_gets_a_line(dense):
     (PLACE / "runs.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RunError, match=r"runs.csv is damaged: .*; remove it"):
+    with pytest.raises(ConfigError, match=r"runs.csv is damaged: "):
         tune("recipe=dense")
 
 

@@ -110,21 +110,21 @@ def test_a_range_with_values_that_the_key_does_not_take_is_refused_before_a_tria
         plan.cells(tmp_path, jobs_of([["recipe=dense"]]), space)
 
 
-def test_values_that_are_one_run_are_one_value(tmp_path):
-    """null is what is usual with the model; without weight decay it does not matter what decays."""
-    words = ["recipe=dense", "model=gpt_tiny", "dataset=stdlib_text", "optimizer=adamw,adam"]
-    space = plan.read_space(["optimizer.decay=null,all,matrices"])
+def test_a_key_is_searched_where_it_changes_the_run(tmp_path):
+    """Without weight decay it does not matter what decays."""
+    words = ["recipe=dense", "optimizer=adamw,adam"]
+    space = plan.read_space(["optimizer.decay=all,matrices"])
     adamw, adam = plan.cells(tmp_path, jobs_of([words]), space)
-    assert adamw.searched["optimizer.decay"].values == ("matrices", "all")
+    assert adamw.searched["optimizer.decay"].values == ("all", "matrices")
     assert {*adam.searched} == {"optimizer.lr"}
 
 
-def test_a_key_that_matters_beside_a_value_of_another_is_searched(tmp_path):
-    """A run without weight decay asks nobody what decays, one with 0.1 does."""
-    words = ["recipe=dense", "optimizer=adamw", "optimizer.weight_decay=0"]
-    over = ["optimizer.weight_decay=interval(0.01,0.1)", "optimizer.decay=all,matrices"]
-    (cell,) = plan.cells(tmp_path, jobs_of([words]), plan.read_space(over))
-    assert cell.searched["optimizer.decay"].values == ("all", "matrices")
+def test_a_value_that_stands_for_another_is_refused(tmp_path):
+    """null is what is usual with the model."""
+    words = ["recipe=dense", "model=gpt_tiny", "dataset=stdlib_text", "optimizer=adamw"]
+    space = plan.read_space(["optimizer.decay=null,all"])
+    with pytest.raises(ConfigError, match=r"^--over optimizer.decay=null stands for matrices;"):
+        plan.cells(tmp_path, jobs_of([words]), space)
 
 
 def test_keys_of_ones_own_recipe_are_searched_though_no_config_says_them(tmp_path, monkeypatch):
@@ -151,7 +151,11 @@ def test_keys_of_ones_own_recipe_are_searched_though_no_config_says_them(tmp_pat
 
 @pytest.mark.parametrize(
     "over",
-    ["optimizer.decay=all,null", "track.tags=[a],[b]", "trainer.distill_weight=interval(0.1,0.9)"],
+    [
+        "optimizer.decay=all,matrices",
+        "track.tags=[a],[b]",
+        "trainer.distill_weight=interval(0.1,0.9)",
+    ],
 )
 def test_a_key_that_changes_no_run_is_refused(over, tmp_path):
     space = plan.read_space([over])
