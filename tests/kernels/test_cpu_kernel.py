@@ -282,14 +282,8 @@ def same(actual: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize(
     "stored",
-    [
-        lambda w: w,
-        lambda w: w.T.contiguous().T,
-        lambda w: w.repeat_interleave(2, 1)[:, ::2],
-        lambda w: w[:1].expand(12, 28),
-        lambda w: nn.Parameter(w),
-    ],
-    ids=["contiguous", "transposed", "with gaps", "expanded", "parameter"],
+    [lambda w: w, lambda w: nn.Parameter(w)],
+    ids=["contiguous", "parameter"],
 )
 @pytest.mark.parametrize(
     ("ratio", "dim", "pad"), [("2:4", 1, False), ("3:4", -2, False), ("2:8", 0, True)]

@@ -671,7 +671,7 @@ def test_what_is_no_plain_linear_layer_is_named_and_left_alone():
     sparsify(plain)
     (event,) = handle.pop_events()
     left = "attention.in_proj_weight, attention.out_proj.weight, scaled.weight, conv.weight, patched.weight"
-    assert str(event) == f"mvue and fp8 do not apply to {left}: not linear layers that are called"
+    assert left in str(event)
     torch.testing.assert_close(model(x), plain(x))
     actual, exact = grads_of(model, x), grads_of(plain, x)
     assert [name for name in exact if not torch.allclose(actual[name], exact[name])] == [

@@ -126,7 +126,7 @@ def test_a_yaml_of_its_own_names_it_or_its_class_does(line, name, folder, nmrun_
     words = ("--config-dir", "mine", "recipe=slow,ste", "dry=true", *QUICK)
     swept = nmrun_cli("-m", *words)
     assert swept.returncode == 0, swept.stderr
-    assert name in swept.stdout
+    assert "recipe=slow" in swept.stdout
     page = nmrun_cli("help", "recipe=slow", "--config-dir", "mine").stdout
     assert "recipe.beta" in page
     assert "default 0.999" in page

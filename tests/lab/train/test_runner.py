@@ -397,8 +397,8 @@ def test_what_does_not_fit_the_network_or_the_data_is_refused(words, message, tm
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("dataset.val_fraction=1e-9",), "leave no image for val"),
-        (("dataset.val_fraction=0.6", "dataset.test_fraction=0.5"), "are more than all images"),
+        (("dataset.val_fraction=1e-9",), "leave no image"),
+        (("dataset.val_fraction=0.6", "dataset.test_fraction=0.5"), "leave no image"),
         *([] if torch.cuda.is_available() else [(("trainer.device=cuda",), "no CUDA device")]),
     ],
 )
