@@ -77,6 +77,20 @@ def version_of(package: str) -> str | None:
         return None
 
 
+# what values are called elsewhere
+ALSO = {
+    "gpu": "cuda",
+    "half": "fp16",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float": "fp32",
+    "float32": "fp32",
+    "tb": "tensorboard",
+    "none": "local",
+    "sparsity": "pattern",  # a word of commands, and nmrun.sparsify's
+}
+
+
 def choose(key: str, name: str, options: Collection[str]) -> str:
     """Return the name. Raise ConfigError where it is none of the options of ``key``, such as
     ``model.name``."""
@@ -113,13 +127,14 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
 
 
 def nearest(word: str, options: Iterable[str]) -> str | None:
-    """The option that was probably meant, or None: the same but for capitals and dashes, else the
-    same letters in another order, else similar letters, else the word inside it."""
+    """The option that was probably meant, or None. In this order: what it is called elsewhere, the
+    same but for capitals and dashes, the same letters in another order, similar letters, the word inside it."""
     by_letters: dict[str, str] = {}
     for option in options:
         by_letters.setdefault(_letters(option), option)
     letters = _letters(word)
-    meant = [letters, *(each for each in by_letters if sorted(each) == sorted(letters))]
+    meant = [_letters(ALSO.get(letters, letters)), letters]
+    meant += [each for each in by_letters if sorted(each) == sorted(letters)]
     if not any(each in by_letters for each in meant):
         import difflib  # only for a mistake
 

@@ -361,7 +361,7 @@ def test_a_layer_by_its_class_is_told_that_it_takes_names(option):
     value: Any = named.get(option, [nn.Linear])
     with one_line(ConfigError, f"{option}: <class 'torch.*Linear'> is not a regular expression"):
         nmrun.sparsify(model, optimizer, **{"exclude": None, option: value})
-    with pytest.raises(TypeError, match="sparsity: no such hyperparameter"):
+    with pytest.raises(TypeError, match="sparsity: no such hyperparameter; did you mean pattern"):
         nmrun.sparsify(model, optimizer, sparsity="2:4", exclude=None)
 
 

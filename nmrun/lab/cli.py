@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -95,6 +96,10 @@ def _main(argv: list[str]) -> int:
     options = command_line.options(argv)
     if options.help:  # abbreviated
         return explain([])
+    for word in options.overrides:
+        if word in all_verbs():
+            others = [each for each in argv if each != word]
+            raise ConfigError(f"a verb comes first: {shlex.join(['nmrun', word, *others])}")
     return jobs.main(argv)
 
 

@@ -64,7 +64,7 @@ GROUPS = {
     "track=wanbd": "did you mean wandb?",
     "track=wandbb": "did you mean wandb?",
     "track=tensorbord": "did you mean tensorboard?",
-    "track=tb": "no such track (there are ",
+    "track=tb": "did you mean tensorboard?",
     "track=neptune": "no such track",
     "tracker=local": "did you mean track?",
     "logger=wandb": "did you mean track?",
@@ -166,10 +166,10 @@ VALUES = {
     **{f"trainer.{key}={value}": "it takes" for key, value in (
         ("distributed", "dp"), ("average", 0), ("mvue", "dense"), ("device", "cuda:0"),
     )},
-    "trainer.device=gpu": "cuda",
+    "trainer.device=gpu": "did you mean cuda?",
     "trainer.device=mps": "one of auto, cpu, cuda, free",
     "trainer.device=CUDA": "did you mean cuda?",
-    "trainer.precision=float16": "it takes one of auto, fp32, bf16, fp16",
+    "trainer.precision=float16": "did you mean fp16?",
     "trainer.precision=bfloat16": "did you mean bf16?",
     "trainer.acceleration=cusparsel": "did you mean cusparselt?",
     **{f"optimizer.lr={value}": "a number above 0" for value in ("0", "abc", "nan", "null", "1e-3x")},
@@ -321,6 +321,7 @@ SWEEPS = {
     "hydra.mode=MULTIRUN seed=0": "nmrun -m",
     "-m hydra.sweeper.params=3 seed=0,1": "values by key",
     "-m hydra.sweeper.max_batch_size=0 seed=0,1": "1 or more",
+    "recipe=step table outputs": "a verb comes first: nmrun table recipe=step outputs",
     "-m recipe": "cannot be read as key=value",
 }
 
@@ -358,7 +359,7 @@ WORDS = {
     "=1": "cannot be read as key=value",
     "recipe:step seed=1": "recipe=step",
     "seed=1 recipe:step": "cannot be read as key=value",
-    "seed = 1": "write seed=VALUE",
+    "seed = 1": "write seed=VALUE, without spaces around the =",
     "trainer.betas=[1": "[1",
     "optimizer.betas=(0.9,0.99)": "optimizer.betas",
     "output_dir=a(b": "quote",

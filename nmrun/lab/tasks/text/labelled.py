@@ -107,7 +107,8 @@ def _read(task: str, spec: Spec, file: str) -> Rows:
     name = f"glue/{spec.folder}/{file}.tsv"
     if not storage.path_of(name).exists() and importlib.util.find_spec("datasets"):
         split = file.replace("dev", "validation")
-        table = hugging_face.rows("dataset=glue", "nyu-mll/glue", task, split=split)
+        place = f"dataset=glue: there is no {name} in {storage.data_folder()} (NMRUN_DATA), and on the hub"
+        table = hugging_face.rows(place, "nyu-mll/glue", task, split=split)
         columns = [table[column] for column in spec.hub_texts or spec.texts]
         return list(zip(*columns, strict=True)), list(table["label"])
     how = "put GLUE's TSV files there (gluebenchmark.com/tasks), or pip install datasets, which downloads them"
