@@ -132,7 +132,7 @@ def test_input_gradient_with_an_estimate_of_the_weight():
     torch.manual_seed(0)
     identity_matrix = torch.eye(8, dtype=torch.float64)  # dX is then the estimate itself
     rows = torch.zeros(8, 6, dtype=torch.float64)
-    options = (None, None, False, None, PAIRS)
+    options = (None, None, False, PAIRS)
     estimates = [gradients(identity_matrix, rows, w, b, *options)[0] for _ in range(4000)]
     assert all(((e != 0).reshape(2, 4, 6).sum(1) <= 2).all() for e in estimates)
     assert not torch.equal(estimates[0], estimates[1])

@@ -167,7 +167,7 @@ def test_a_signal_ends_the_sweep_of_both(late, tmp_path):
         ("ValueError('a broken disk')", "ValueError: a broken disk"),
         (
             "torch.OutOfMemoryError('no space')",
-            "step 6: out of memory (no space). Try trainer.accumulate=2\n",
+            "step 6: out of memory (no space). Try a larger trainer.accumulate\n",
         ),
     ],
 )
