@@ -245,12 +245,12 @@ def test_a_device_is_checked_before_it_is_used(monkeypatch, caplog):
     right_one = triton_projection.project
     assert kernels.on_cuda(device, 2, 4)
     assert not kernels.on_cuda(device, 2, triton_groups.LARGEST_M + 1)
-    assert kernels.blocks_on_cuda(device, Pattern.parse("16:2:8"))
+    assert kernels.on_cuda(device, 2, 8, 16)
     assert not caplog.records
     monkeypatch.setattr(
         triton_blocks, "project", lambda weight, out, *_: bool(out.fill_(0).any()) or True
     )
-    assert not kernels.blocks_on_cuda(device, Pattern.parse("16:2:9"))
+    assert not kernels.on_cuda(device, 2, 9, 16)
     assert "wrong numbers" in caplog.text
     monkeypatch.setattr(
         triton_projection,

@@ -29,6 +29,7 @@ from torch import Tensor
 from nmrun import atomic
 
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
+SAME_BITS = ("-ffp-contract=off", "-fno-math-errno")  # gcc's own fusing would change bits
 CHUNK = 1 << 16  # weights that a thread should at least get
 MOST_OPERANDS = 16  # operands, as in nm_parts.c
 BEGIN, END = object(), object()

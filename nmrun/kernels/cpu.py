@@ -14,13 +14,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from nmrun.kernels.compiler import BEGIN, END, CFunctions, in_parts
+from nmrun.kernels.compiler import BEGIN, END, SAME_BITS, CFunctions, in_parts
 from nmrun.kernels.layout import as_stored, filled, has_memory, stored_alike
 from nmrun.kernels.operands import Operands
 from nmrun.patterns import Pattern
 
-# gcc's own fusing would change bits; if numbers could trap it would not vectorise conditions on them
-FLAGS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+# if numbers could trap, gcc would not vectorise conditions on them
+FLAGS = (*SAME_BITS, "-fno-trapping-math")
 # weights; below this the reference takes 0.1 ms a step and a first build 3,000 steps to pay back
 SMALLEST = 1 << 12
 LARGEST_M = (

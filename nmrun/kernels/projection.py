@@ -32,16 +32,12 @@ def project(
     waits for a CUDA device, but once a pattern for a check."""
     if weight.device.type == "cpu":
         return cpu.project(weight, out, pattern, dim, soft, float(scale), factor)
-    mode = "soft" if soft else "decayed" if factor else "hard"
-    if pattern.v > 1:
-        return _blocks(weight, out, pattern, dim, mode, factor)
-    if not by_triton(weight, pattern):
+    if not has_kernel(weight, pattern):
         return False
-    from nmrun.kernels import triton_projection
-
+    mode = "soft" if soft else "decayed" if factor else "hard"
     by_tensor = scale if isinstance(scale, Tensor) else None
     amount = factor if factor else 1.0 if isinstance(scale, Tensor) else scale
-    return triton_projection.project(weight, out, pattern, dim, mode, amount, by_tensor)
+    return _launched(weight, out, pattern, dim, mode, amount, by_tensor)
 
 
 def mask(weight: Tensor, out: Tensor, pattern: Pattern, dim: int) -> bool:
@@ -49,94 +45,83 @@ def mask(weight: Tensor, out: Tensor, pattern: Pattern, dim: int) -> bool:
     :func:`project`."""
     if weight.device.type == "cpu":
         return cpu.mask(weight, out, pattern, dim)
-    ones = torch.empty_like(weight)  # kernels write the weight's dtype
-    if pattern.v > 1:
-        success = _blocks(weight, ones, pattern, dim, "mask")
-    elif by_triton(weight, pattern):
-        from nmrun.kernels import triton_projection
-
-        success = triton_projection.project(weight, ones, pattern, dim, "mask")
-    else:
+    if not has_kernel(weight, pattern):
         return False
+    ones = torch.empty_like(weight)  # kernels write the weight's dtype
+    success = _launched(weight, ones, pattern, dim, "mask")
     if success:
         out.copy_(ones)
     return success
 
 
-def _blocks(
-    weight: Tensor, out: Tensor, pattern: Pattern, dim: int, mode: str, factor: float = 1.0
+def _launched(
+    weight: Tensor,
+    out: Tensor,
+    pattern: Pattern,
+    dim: int,
+    mode: str,
+    amount: float = 1.0,
+    scale: Tensor | None = None,
 ) -> bool:
-    """The same of a V:N:M pattern, by a kernel of its own."""
-    if not (weight.is_cuda and blocks_on_cuda(weight.device, pattern)):
-        return False
-    from nmrun.kernels import triton_blocks
+    from nmrun.kernels import triton_blocks, triton_projection
 
-    return triton_blocks.project(weight, out, pattern, dim, mode, factor)
-
-
-@cache
-def blocks_on_cuda(device: torch.device, pattern: Pattern) -> bool:
-    """Whether the kernel of V:N:M patterns works on this device, as :func:`on_cuda`."""
-    try:
-        from nmrun.kernels import triton_blocks
-    except ImportError:
-        return False
-    # four blocks, with ties; (block, V, M)
-    weight = torch.arange(4 * pattern.v * pattern.m, dtype=torch.float32)
-    weight = weight.mul_(0.7).sin_().mul_(8).round_().view(4, pattern.v, pattern.m)
-    columns = weight.abs().sum(1, keepdim=True).argsort(stable=True, descending=True)[..., :COLUMNS]
-    others = torch.ones(4, 1, pattern.m, dtype=torch.bool).scatter_(-1, columns, False)
-    size = weight.abs().masked_fill(others, -1)
-    kept = size.argsort(stable=True, descending=True)[..., : pattern.n]
-    expected = torch.zeros_like(weight).scatter_(-1, kept, weight.gather(-1, kept)).flatten(0, 1)
-
-    def compare() -> bool:
-        on_device = weight.flatten(0, 1).to(device)
-        out = torch.empty_like(on_device)
-        projected = triton_blocks.project(on_device, out, pattern, 1)
-        return projected and bool((out.cpu() == expected).all())
-
-    return agrees(f"Triton's {pattern} projection", device, compare, "the reference")
+    if pattern.v > 1:
+        return triton_blocks.project(weight, out, pattern, dim, mode, amount)
+    return triton_projection.project(weight, out, pattern, dim, mode, amount, scale)
 
 
 def by_triton(weight: Tensor, pattern: Pattern) -> bool:
-    """Whether Triton's kernels are there for a weight: on a CUDA device where they work."""
+    """Whether all of Triton's kernels are there for a weight, as :func:`has_kernel`; V:N:M weights have
+    only the projection."""
+    return pattern.v == 1 and has_kernel(weight, pattern)
+
+
+def has_kernel(weight: Tensor, pattern: Pattern) -> bool:
+    """Whether Triton projects a weight: on a CUDA device where that works."""
     return (
         weight.is_cuda
-        and pattern.v == 1
         and weight.numel() < LARGEST
-        and on_cuda(weight.device, pattern.n, pattern.m)
+        and on_cuda(weight.device, pattern.n, pattern.m, pattern.v)
     )
 
 
 @cache
-def on_cuda(device: torch.device, n: int, m: int) -> bool:
-    """Whether Triton's kernels for N:M work on this device: built and compared with the reference
-    once, on a small weight. Triton comes with torch for Linux; it needs a C compiler when it
-    runs. What goes wrong is logged, and the reference taken."""
+def on_cuda(device: torch.device, n: int, m: int, v: int = 1) -> bool:
+    """Whether Triton's kernels for N:M or V:N:M work on this device: built and compared with the
+    reference once, on a small weight. Triton comes with torch for Linux; it needs a C compiler when
+    it runs. What goes wrong is logged, and the reference taken."""
     try:
-        from nmrun.kernels import triton_groups, triton_projection
+        from nmrun.kernels import triton_blocks, triton_groups, triton_projection
     except ImportError:
         return False
-    if m > triton_groups.LARGEST_M:
+    if m > (triton_groups if v == 1 else triton_blocks).LARGEST_M:
         return False
-    # with ties; also along the first dimension, which has code of its own
-    weight = torch.arange(512 * m, dtype=torch.float32).mul_(0.7).sin_().mul_(8).round_()
-    weight = weight.view(512, m)
+    kernel, pattern = triton_projection if v == 1 else triton_blocks, Pattern(n, m, v=v)
+    # (block, V, M), with ties
+    count = 512 if v == 1 else 4
+    blocks = torch.arange(count * v * m, dtype=torch.float32).mul_(0.7).sin_().mul_(8).round_()
+    blocks = blocks.view(count, v, m)
+    size = blocks.abs()
+    if v > 1:
+        columns = size.sum(1, keepdim=True).argsort(stable=True, descending=True)[..., :COLUMNS]
+        others = torch.ones(count, 1, m, dtype=torch.bool).scatter_(-1, columns, False)
+        size = size.masked_fill(others, -1)
     # stable: ties keep the lower index
-    indices = weight.abs().argsort(stable=True, dim=1, descending=True)[:, :n]
-    expected = torch.zeros_like(weight).scatter_(1, indices, weight.gather(1, indices))
+    kept = size.argsort(stable=True, descending=True)[..., :n]
+    expected = torch.zeros_like(blocks).scatter_(-1, kept, blocks.gather(-1, kept)).flatten(0, 1)
+    weight = blocks.flatten(0, 1)
 
     def right(weight: Tensor, expected: Tensor, dim: int) -> bool:
         on_device = weight.contiguous().to(device)
         out = torch.empty_like(on_device)
-        projected = triton_projection.project(on_device, out, Pattern(n, m), dim)
+        projected = kernel.project(on_device, out, pattern, dim)
         return projected and bool((out.cpu() == expected).all())
 
     def compare() -> bool:
-        return right(weight, expected, 1) and right(weight.t(), expected.t(), 0)
+        # N:M has code of its own along the first dimension
+        return right(weight, expected, 1) and (v > 1 or right(weight.t(), expected.t(), 0))
 
-    return agrees(f"Triton's {n}:{m} projection", device, compare, "the reference")
+    return agrees(f"Triton's {pattern} projection", device, compare, "the reference")
 
 
 def agrees(kernel: str, device: torch.device, compare: Callable[[], bool], instead: str) -> bool:

@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nmrun.kernels.layout import LARGEST
 from nmrun.kernels.triton_groups import MODES, project_tile
-from nmrun.kernels.triton_launches import DTYPES, on
+from nmrun.kernels.triton_launches import on, readable
 from nmrun.patterns import COLUMNS, Pattern
 
 TILE = 512  # weights of a row that a program has
@@ -85,17 +84,13 @@ def constants_of(pattern: Pattern) -> dict[str, int]:
 def applies(weight: Tensor, out: Tensor, pattern: Pattern, dim: int) -> bool:
     """Whether this kernel can read ``weight`` and write ``out``."""
     return (
-        (weight.is_cuda or triton.knobs.runtime.interpret)
+        readable(weight, out)
         and weight.dim() == 2
         and dim % 2 == 1
-        and 0 < weight.numel() < LARGEST
         and pattern.v > 1
         and pattern.m <= LARGEST_M
         and not weight.shape[0] % pattern.v
         and not weight.shape[1] % pattern.m
-        and all(
-            t.dtype in DTYPES and t.shape == weight.shape and t.is_contiguous()
-            for t in (weight, out)
-        )
-        and out.device == weight.device
+        and weight.is_contiguous()
+        and out.is_contiguous()
     )

@@ -52,18 +52,24 @@ def programs_of(sizes: Sizes, constants: dict[str, Any]) -> int:
 def applies(weight: Tensor, out: Tensor, pattern: Pattern, dim: int) -> bool:
     """Whether these kernels can read ``weight`` and write ``out``."""
     size = weight.shape[dim] if weight.dim() else 0
-    tensors = (weight, out)
     return (
-        (weight.is_cuda or triton.knobs.runtime.interpret)
-        and 0 < weight.numel() < LARGEST
+        readable(weight, out)
         and pattern.v == 1
         and pattern.m <= LARGEST_M
         and (size % pattern.m == 0 or size == pattern.length)
-        and all(
-            t.dtype in DTYPES and t.device == weight.device and t.shape == weight.shape
-            for t in tensors
-        )
-        and stored_alike(*tensors)
+        and stored_alike(weight, out)
+    )
+
+
+def readable(weight: Tensor, out: Tensor) -> bool:
+    """Whether device, size and dtypes are such that any of Triton's kernels takes them."""
+    return (
+        (weight.is_cuda or triton.knobs.runtime.interpret)
+        and 0 < weight.numel() < LARGEST
+        and out.device == weight.device
+        and out.shape == weight.shape
+        and weight.dtype in DTYPES
+        and out.dtype in DTYPES
     )
 
 

@@ -97,7 +97,7 @@ def _main(argv: list[str]) -> int:
     if options.help:  # abbreviated
         return explain([])
     for word in options.overrides:
-        if word in all_verbs():
+        if "=" not in word and word in all_verbs():
             others = [each for each in argv if each != word]
             raise ConfigError(f"a verb comes first: {shlex.join(['nmrun', word, *others])}")
     return jobs.main(argv)

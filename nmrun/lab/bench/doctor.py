@@ -12,11 +12,7 @@ from nmrun.lab.arguments import Parser
 from nmrun.lab.output import quantity
 from nmrun.registry import version_of
 
-SHAPES = (
-    (768, 3072),
-    (2048, 8192),
-    (4096, 16384),
-)  # inputs and outputs of the layers that are timed
+SHAPES = ((768, 3072), (2048, 8192), (4096, 16384))  # inputs and outputs of the timed layers
 TOKENS = 8192
 
 

@@ -90,7 +90,9 @@ INSTEAD = {word: how for how, words in TABLE.items() for word in words.split()}
 def no_verb(word: str, following: Sequence[str], verbs: Collection[str]) -> str:
     """The line for a first word that is no verb, override or option."""
     if following and following[0][:1] == "=":
-        return f"{word} {following[0]}: write {word}=VALUE, without spaces around the ="
+        first = following[0]
+        value = following[1] if first == "=" and len(following) > 1 else ""
+        return f"{word} {first}: write {word}{first}{value}, without spaces around the ="
     how = f"write {word}={following[0]}" if word in options.GROUPS and following else written(word)
     if how:
         return f"{word}: no such verb; {how}"

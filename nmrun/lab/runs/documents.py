@@ -151,9 +151,10 @@ def misfit(value: Any, shape: Any, place: str = "") -> str:
         fits = False
     else:
         fits = isinstance(value, shape) and (shape is bool or not isinstance(value, bool))
+    if fits:
+        return ""
     takes = f"; it takes {shape.allowed}" if isinstance(shape, Check) else ""
-    written = json.dumps(value, default=str)[:40]
-    return "" if fits else f"{place.rstrip('.') or 'it'} is {written}{takes}"
+    return f"{place.rstrip('.') or 'it'} is {json.dumps(value, default=str)[:40]}{takes}"
 
 
 # --- lines of JSON --------------------------------------------------------------------------------

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels.slots import start_of
-from nmrun.kernels.compiler import BEGIN, END, CFunctions, address, in_parts, in_tokens_or_rows
+from nmrun.kernels.compiler import (
+    BEGIN,
+    END,
+    SAME_BITS,
+    CFunctions,
+    address,
+    in_parts,
+    in_tokens_or_rows,
+)
 
 TILE = 16  # rows, as in nm_bf16.c
 SEGMENT = 32  # columns
@@ -26,7 +34,7 @@ WORTH = 64  # multiplications that cost as much as a weight in another pass, see
 KERNELS = CFunctions(
     "products of bfloat16",
     ("nm_scratch", "nm_vectors", "nm_bf16", "nm_window", "nm_bf16_convolution"),
-    ("-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"),
+    (*SAME_BITS, "-Wno-psabi"),
     __package__,
     {
         "nm_bf16": "p" * 7 + "n" * 6,

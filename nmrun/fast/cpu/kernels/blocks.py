@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels import int8
-from nmrun.kernels.compiler import BEGIN, END, CFunctions, address, in_parts, in_tokens_or_rows
+from nmrun.kernels.compiler import (
+    BEGIN,
+    END,
+    SAME_BITS,
+    CFunctions,
+    address,
+    in_parts,
+    in_tokens_or_rows,
+)
 from nmrun.patterns import Pattern
 
 TILE = 16  # rows, as in nm_block_bf16.c
@@ -31,7 +39,7 @@ TILES_REFUSED, TILES = 1, 2  # of nm_tiles
 KERNELS = CFunctions(
     "products of bfloat16 with blocks",
     ("nm_scratch", "nm_vectors", "nm_tiles", "nm_block_bf16", "nm_bitmap_bf16"),
-    ("-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"),
+    (*SAME_BITS, "-Wno-psabi"),
     __package__,
     {
         "nm_block_bf16": "p" * 6 + "n" * 9,

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from nmrun.kernels.compiler import BEGIN, END, CFunctions, in_parts
+from nmrun.kernels.compiler import BEGIN, END, SAME_BITS, CFunctions, in_parts
 
 DTYPES = torch.float32, torch.bfloat16
 LINE = 64  # numbers of a result: threads write lines of their own
@@ -19,7 +19,7 @@ WORTH = 64  # multiplications that cost as much as a weight in another pass, see
 KERNELS = CFunctions(
     "attention and GELU",
     ("nm_scratch", "nm_vectors", "nm_numbers", "nm_attention", "nm_gelu"),
-    ("-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"),
+    (*SAME_BITS, "-Wno-psabi"),
     __package__,
     {"nm_attention": "pnn", "nm_gelu": "pp" + "n" * 4},
     needs="AVX-512",

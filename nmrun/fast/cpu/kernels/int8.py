@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels.slots import in_order, start_of
-from nmrun.kernels.compiler import CFunctions, address, in_tokens_or_rows
+from nmrun.kernels.compiler import SAME_BITS, CFunctions, address, in_tokens_or_rows
 
 TILE = 16  # rows, as in nm_int8.c
 SEGMENT = 64  # columns
@@ -31,7 +31,7 @@ ROW = (2**31 - 1) // (255 * 127)  # non-zeros that 32 bits can add up
 KERNELS = CFunctions(
     "int8 products",
     ("nm_scratch", "nm_vectors", "nm_tiles", "nm_int8", "nm_block_int8"),
-    ("-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"),  # fusing would change bits
+    (*SAME_BITS, "-Wno-psabi"),
     __package__,
     {"nm_int8": "p" * 10 + "n" * 6, "nm_block_int8": "p" * 10 + "n" * 5},
     needs="AVX-512 with VNNI and VBMI",
