@@ -37,7 +37,7 @@ SHARED = ("torch", "scipy.stats", "pandas", "hydra", "safetensors.torch", "sklea
 # modules, and the tests of them
 GROUPS = {
     "masks": (
-        "patterns.py sparsity/masks.py sparsity/transposable.py sparsity/estimators.py"
+        "patterns.py sparsity/masks.py sparsity/transposable.py"
         " sparsity/reference.py recipes/parameters.py",
         "sparsity/test_patterns.py sparsity/test_masks.py sparsity/test_estimators.py"
         " recipes/test_progressive.py recipes/test_candidates.py recipes/test_held.py sparsity/test_pad.py",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmrun.kernels.operands import Update
+from nmrun.kernels.layout import Update
 from nmrun.patterns import Pattern
 from nmrun.rule import Rule
 from nmrun.sparsity import nm_mask, reference

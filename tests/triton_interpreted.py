@@ -20,9 +20,9 @@ from triton.runtime import interpreter
 from nmrun import optim, sparsify
 from nmrun.kernels import projection as kernels
 from nmrun.kernels import triton_blocks, triton_groups, triton_mvue, triton_projection
-from nmrun.kernels.operands import Update
+from nmrun.kernels.layout import Update
 from nmrun.patterns import Pattern
-from nmrun.sparsity.estimators import inclusion_probabilities
+from nmrun.sparsity.masks import inclusion_probabilities
 from nmrun.sparsity.reference import hard_threshold, nm_mask, soft_threshold
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"

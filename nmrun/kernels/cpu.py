@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from nmrun.kernels.compiler import BEGIN, END, SAME_BITS, CFunctions, in_parts
-from nmrun.kernels.layout import as_stored, filled, has_memory, stored_alike
-from nmrun.kernels.operands import Operands
+from nmrun.kernels.layout import Operands, as_stored, filled, has_memory, stored_alike
 from nmrun.patterns import Pattern
 
 # if numbers could trap, gcc would not vectorise conditions on them
@@ -171,7 +170,7 @@ def takes_step(o: Operands) -> bool:
 
 def step_adam(o: Operands, scalars: list[float]) -> None:
     """Update weight and moments, write the projection: ``nm_adam.c``, with the numbers of
-    :func:`nmrun.kernels.operands.scalars`. The arithmetic is that of
+    :func:`nmrun.kernels.layout.scalars`. The arithmetic is that of
     ``torch.optim.Adam(fused=True)`` and of the recipes in torch, fused multiply-adds included.
     On x86 the bits are the same, but for the last elements of a thread's part that fill no
     vector: torch computes those in double precision."""

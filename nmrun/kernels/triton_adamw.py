@@ -15,9 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nmrun.kernels.operands import Operands
-from nmrun.kernels.triton_groups import MODES, locate, pointer, project_tile, select
-from nmrun.kernels.triton_launches import Launches, on
+from nmrun.kernels.layout import Operands
+from nmrun.kernels.triton_groups import MODES, Launches, locate, on, pointer, project_tile, select
 
 TILE = 1024  # weights a program has: five tensors of them have to fit into registers
 
@@ -31,7 +30,7 @@ def adam_many(
     WEIGHT: tl.constexpr, OUT: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One step for all weights of a table; ``scalars`` are those of
-    ``nmrun.kernels.operands.scalars``."""
+    ``nmrun.kernels.layout.scalars``."""
     program = tl.program_id(0)
     row = table + tl.load(owner + program) * FIELDS
     block = program - tl.load(row + 3).to(tl.int32)

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nmrun.kernels.triton_groups import MODES, project_tile
-from nmrun.kernels.triton_launches import on, readable
+from nmrun.kernels.triton_groups import MODES, on, project_tile, readable
 from nmrun.patterns import COLUMNS, Pattern
 
 TILE = 512  # weights of a row that a program has

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nmrun.kernels.layout import LARGEST
-from nmrun.kernels.triton_launches import DTYPES, on
+from nmrun.kernels.triton_groups import DTYPES, on
 from nmrun.patterns import Pattern
 
 LARGEST_M = 16  # the sums along a group are unrolled

@@ -13,8 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nmrun.kernels.triton_groups import MODES, locate, pointer, project_tile, select
-from nmrun.kernels.triton_launches import Launches, applies, on, programs_of, shape_of
+from nmrun.kernels.triton_groups import (
+    MODES,
+    Launches,
+    applies,
+    locate,
+    on,
+    pointer,
+    programs_of,
+    project_tile,
+    select,
+    shape_of,
+)
 from nmrun.patterns import Pattern
 
 

@@ -27,8 +27,7 @@ from nmrun.oneshot.inputs import LayerMatrix, for_each, input_obstacle, output_e
 from nmrun.oneshot.methods import Method, Scored
 from nmrun.patterns import Pattern
 from nmrun.permutation.channels import Channels, input_channels
-from nmrun.permutation.order import assigned_order
-from nmrun.permutation.permute import reorder
+from nmrun.permutation.permute import assigned_order, reorder
 from nmrun.products.attention import slow_path, uncompiled
 from nmrun.sparsity.check import layer_report, weights_report
 from nmrun.sparsity.layers import check_module

@@ -1,14 +1,22 @@
-"""The reordering of a network's channels, so that N:M masks keep more magnitude."""
+"""The order of input channels with which N:M masks keep the most magnitude, and the network in it.
+
+After Pool & Yu, "Channel permutations for N:M sparsity" (NeurIPS 2021): pairs of channels are
+swapped as long as a swap gains. To leave a local optimum, a limited number of swaps may lose. Here
+the pattern is any N:M, and several layers may read the same channels.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
+from nmrun.patterns import Pattern
 from nmrun.permutation.channels import ChannelDim, Channels, input_channels
-from nmrun.permutation.order import best_order, kept_magnitude
+from nmrun.sparsity.masks import nm_mask
 from nmrun.sparsity.weight import SparseWeight
 
 MOST_SENTENCES = 8
@@ -152,3 +160,188 @@ def _reorder(
     for each in (tensor.detach(), tensor.grad, *state.values()):
         if isinstance(each, Tensor) and each.shape == tensor.shape:
             each.copy_(each.index_select(dim, index.to(each.device)))
+
+
+# random swaps to leave a local optimum; after a single one, the best next swap mostly undoes it
+SWAPS_AT_ONCE = 4
+Columns = tuple[Tensor, Pattern]  # a matrix (rows, channels) and the pattern along its channels
+
+
+@torch.no_grad()
+def kept_magnitude(layers: Sequence[Columns], order: Tensor | None = None) -> float:
+    """The sum of magnitudes ``|w|`` that N:M masks keep of matrices (rows, channels), each with its
+    pattern, in an order of the channels."""
+    total = 0.0
+    for matrix, pattern in layers:
+        columns = matrix if order is None else matrix[:, order]
+        total += float((columns.abs().double() * nm_mask(columns, pattern)).sum())
+    return total
+
+
+@torch.no_grad()
+def best_order(layers: Sequence[Columns], regressions: int = 20, seed: int = 0) -> Tensor:
+    """Search the order of channels with which the masks of all layers keep the most magnitude; the
+    present one where none is better. The search climbs by greedy swaps from the present order, and
+    then ``regressions`` times from the best one so far with a few random swaps. The same input
+    gives the same order. ``layers``: matrices (rows, channels), all with the same channels, each with
+    its pattern, whose last group may be short. Returns the channel at each position: int64, on
+    the CPU."""
+    channels = layers[0][0].shape[1]
+    start = torch.arange(channels)
+    layers = [(matrix, pattern) for matrix, pattern in layers if pattern.n < pattern.m]
+    if not layers or not all(bool(matrix.isfinite().all()) for matrix, _ in layers):
+        return start
+    order = _Swaps(layers).search(regressions, torch.Generator().manual_seed(seed))
+    return order if kept_magnitude(layers, order) > kept_magnitude(layers) * (1 + 1e-9) else start
+
+
+class _Swaps:
+    """Greedy swaps of two channels. ``order`` is by position, everything else by channel."""
+
+    def __init__(self, layers: Sequence[Columns]) -> None:
+        self.layers = [
+            (matrix.abs().T.double().contiguous(), pattern) for matrix, pattern in layers
+        ]
+        self.device, self.channels = layers[0][0].device, layers[0][0].shape[1]
+        self.order = torch.arange(self.channels, device=self.device)
+        shape = (len(layers), self.channels, self.channels)
+        # [layer, a, b]: the magnitude that the group of a keeps with b in a's place
+        self.with_other = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        self.group = torch.zeros(shape[:2], dtype=torch.int64, device=self.device)
+        self._measure(torch.arange(self.channels, device=self.device))
+
+    def search(self, regressions: int, generator: torch.Generator) -> Tensor:
+        """Climb; then, ``regressions`` times, swap at random, climb, and keep a better order."""
+        self._climb()
+        for _ in range(regressions):
+            former = self.order.clone(), self.with_other.clone(), self.group.clone()
+            total = self._magnitude()
+            positions = torch.randperm(self.channels, generator=generator)[
+                : 2 * SWAPS_AT_ONCE
+            ].tolist()
+            self._swap(list(zip(positions[::2], positions[1::2], strict=False)))
+            self._climb()
+            if self._magnitude() <= total:
+                self.order, self.with_other, self.group = former
+        return self.order.cpu()
+
+    def _magnitude(self) -> float:
+        return float(
+            sum(
+                each.diagonal()[self.order[:: p.m]].sum()
+                for each, (_, p) in zip(self.with_other, self.layers, strict=True)
+            )
+        )
+
+    def _climb(self) -> None:
+        """Make all swaps that gain and share no groups, the best first, until no swap gains.
+        Rounding could make this endless, so the number of rounds is limited."""
+        least = 1e-12 * self._magnitude()
+        for _ in range(2 * self.channels):
+            gain = self._gain()
+            pairs = []
+            while float(gain.max()) > least:
+                a, b = divmod(int(gain.argmax()), self.channels)
+                pairs.append((a, b))
+                touched = (
+                    (self.group == self.group[:, [a]]) | (self.group == self.group[:, [b]])
+                ).any(0)
+                gain[touched], gain[:, touched] = 0.0, 0.0
+            if not pairs:
+                return
+            self._swap(pairs)
+
+    def _gain(self) -> Tensor:
+        """[a, b]: the magnitude that all layers gain if channels a and b are swapped."""
+        present = self.with_other.diagonal(dim1=1, dim2=2)
+        change = self.with_other - present.unsqueeze(2)
+        change = change + change.transpose(1, 2)
+        return change.masked_fill_(self.group.unsqueeze(1) == self.group.unsqueeze(2), 0.0).sum(0)
+
+    def _swap(self, pairs: Sequence[tuple[int, int]]) -> None:
+        place = self.order.argsort()
+        for a, b in pairs:
+            self.order[place[a]], self.order[place[b]] = b, a
+        moved = torch.tensor(pairs, device=self.device).flatten()
+        touched = (self.group.unsqueeze(2) == self.group[:, moved].unsqueeze(1)).any(2).any(0)
+        self._measure(touched.nonzero().squeeze(1))
+
+    def _measure(self, changed: Tensor) -> None:
+        """Measure ``group`` and ``with_other`` anew for all channels of the groups that changed.
+        Let a group be without a, s the sum of its N largest and t the smallest of them: with b it
+        keeps s + max(0, b - t). As max(0, b - t) is (|b - t| + b - t) / 2, a distance gives its sum
+        over the rows for all pairs at once."""
+        place = self.order.argsort()
+        for i, (columns, pattern) in enumerate(self.layers):
+            n, m = pattern.n, pattern.m
+            self.group[i] = place // m
+            groups = self.group[i, changed].unique()
+            positions = groups.unsqueeze(1) * m + torch.arange(m, device=self.device)
+            real = positions < self.channels  # the last group may be short
+            members = self.order[positions.clamp_max(self.channels - 1)]
+            values = columns[members] * real.unsqueeze(2)  # (groups, m, rows)
+            top = values.topk(n + 1, 1).values
+            inside = values >= top[:, n - 1 : n]
+            t = torch.where(inside, top[:, n:], top[:, n - 1 : n])[real]
+            s = top[:, :n].sum((1, 2)).unsqueeze(1) + torch.where(
+                inside, top[:, n:] - values, 0.0
+            ).sum(2)
+            above = (torch.cdist(t, columns, p=1.0) + columns.sum(1) - t.sum(1, keepdim=True)) / 2
+            self.with_other[i, members[real]] = s[real].unsqueeze(1) + above
+
+
+LEAST = 1e-4  # share of what is kept; a round that gains less is the last
+
+
+@torch.no_grad()
+def assigned_order(layers: Sequence[Columns]) -> Tensor:
+    """An order of channels with which the masks of all layers keep more of their scores, as
+    :func:`best_order` returns it. ``layers``: scores (rows, channels), 0 or more, all of the
+    same channels, each with its pattern. The present order where none is better, or where a
+    score is not finite."""
+    channels = layers[0][0].shape[1]
+    layers = [(scores, pattern) for scores, pattern in layers if pattern.n < pattern.m]
+    present = torch.arange(channels)
+    if not layers or not all(bool(scores.isfinite().all()) for scores, _ in layers):
+        return present
+    # where patterns differ, places of blocks that all groups fit into
+    block = min(channels, math.lcm(*(pattern.m for _, pattern in layers)))
+    by_channel = [(scores.T.contiguous(), pattern) for scores, pattern in layers]
+    sums = torch.stack([columns.sum(1).cpu() for columns, _ in by_channel]).sum(0)
+    order = _deal(sums, block)
+    before = 0.0
+    while (now := kept_magnitude(layers, order)) > before * (1 + LEAST):
+        before = now
+        for place in range(block):
+            _assign(by_channel, order, torch.arange(place, channels, block))
+    return order if now > kept_magnitude(layers) * (1 + 1e-9) else present
+
+
+def _deal(sums: Tensor, block: int) -> Tensor:
+    """Deal channels to blocks by their sums, forwards and backwards in turn; returns the order."""
+    cards, first = sums.argsort(descending=True, stable=True), 0
+    order = torch.empty_like(cards)
+    for place in range(block):
+        places = torch.arange(place, len(order), block)
+        hand = cards[first : first + len(places)]
+        order[places] = hand.flip(0) if place % 2 else hand
+        first += len(places)
+    return order
+
+
+def _assign(by_channel: Sequence[Columns], order: Tensor, places: Tensor) -> None:
+    """Exchange the channels at these places, at most one of a group, as is best; in place. In a
+    row, a group whose N-th largest score without the place is t gains max(0, c - t) by a channel
+    of score c. Up to sums over c and t, which are the same for every assignment, that is half of
+    |c - t|."""
+    gains = torch.zeros(len(places), len(places))
+    for columns, pattern in by_channel:
+        m = pattern.m
+        beside = torch.arange(m - 1) + (torch.arange(m - 1) >= (places % m).unsqueeze(1))
+        others = (places // m * m).unsqueeze(1) + beside
+        real = (others < len(order)).unsqueeze(2).to(columns.device)  # the last group may be short
+        values = columns[order[others.clamp_max(len(order) - 1)]] * real
+        t = values.topk(pattern.n, 1).values[:, -1]
+        gains = gains + torch.cdist(t, columns[order[places]], p=1.0).cpu()
+    _, assignment = linear_sum_assignment(gains.numpy(), maximize=True)
+    order[places] = order[places[torch.as_tensor(assignment)]]

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nmrun.patterns import Pattern
-from nmrun.sparsity import estimators
+from nmrun.sparsity import masks
 
 FORWARD_FP8, BACKWARD_FP8 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -99,7 +99,7 @@ class _Linear(torch.autograd.Function):
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             if ctx.input_mvue is not None:
-                weight = estimators.mvue(weight, ctx.input_mvue, 0)
+                weight = masks.mvue(weight, ctx.input_mvue, 0)
             dx = backward_product(dz, weight, ctx.fp8)
         tokens = dz.reshape(-1, dz.shape[-1])
         if ctx.needs_input_grad[2]:
@@ -146,7 +146,7 @@ def estimate(tokens: Tensor, pattern: Pattern) -> Tensor:
     up with zeros."""
     missing = -len(tokens) % pattern.m
     filled = F.pad(tokens, (0, 0, 0, missing)) if missing else tokens
-    return estimators.mvue(filled, pattern, 0)[: len(tokens)]
+    return masks.mvue(filled, pattern, 0)[: len(tokens)]
 
 
 def convolution(

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from nmrun.errors import ConfigError
-from nmrun.kernels.layout import local
-from nmrun.kernels.operands import decoupled
+from nmrun.kernels.layout import decoupled, local
 from nmrun.optim.adam import first_state
 from nmrun.ranges import FRACTION, between, log, number, whole
 from nmrun.recipes.ste import PeriodicMask

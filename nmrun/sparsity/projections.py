@@ -1,6 +1,6 @@
 """A :class:`nmrun.rule.Rule` carried out on one weight, and the projections of many weights at once.
 
-``nmrun.optim.Adam`` carries out the same rules inside its step (``nmrun.optim.one_pass``).
+``nmrun.optim.Adam`` carries out the same rules inside its step (``nmrun.optim.adam``).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.errors import RunError
-from nmrun.kernels.operands import Update
+from nmrun.kernels.layout import Update
 from nmrun.optim.adam import Adam, skipped_by_loss_scaling
 from nmrun.optim.stock import breaks_graph
 from nmrun.products import layer

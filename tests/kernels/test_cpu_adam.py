@@ -17,8 +17,8 @@ from nmrun import optim
 from nmrun.kernels import compiler as c_library
 from nmrun.kernels import cpu
 from nmrun.kernels import projection as kernels
-from nmrun.kernels.operands import Operands, Update
-from nmrun.optim import one_pass
+from nmrun.kernels.layout import Operands, Update
+from nmrun.optim import adam
 from nmrun.patterns import Pattern
 from nmrun.recipes.ste import STE
 from nmrun.rule import Rule
@@ -197,7 +197,7 @@ def test_a_run_in_one_pass_is_one_with_hooks(recipe, options, monkeypatch):
     assert len(steps) >= 3 * (TOTAL // 4)  # after a dense phase, if there is one
     assert len({o.update.projected.data_ptr() for o in steps}) == 3
     steps.clear()
-    monkeypatch.setattr(one_pass, "supports", lambda operands, fused: False)
+    monkeypatch.setattr(adam, "supports", lambda operands, fused: False)
     other = begin(recipe, options)
     expected = train(*other, range(TOTAL))
     assert not steps

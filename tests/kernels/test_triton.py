@@ -18,7 +18,7 @@ import torch
 
 from nmrun import kernels, optim
 from nmrun.kernels import cpu, projection
-from nmrun.kernels.operands import Update
+from nmrun.kernels.layout import Update
 from nmrun.patterns import Pattern
 from nmrun.rule import Rule
 
@@ -71,11 +71,11 @@ class Compiled:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        from nmrun.kernels import triton_launches
+        from nmrun.kernels import triton_groups
 
         shape, dim = ((64, across), 0) if strided else ((64, 64 + short), 1)
         pattern = Pattern.parse(ratio).over(shape[dim])
-        _, fixed = triton_launches.shape_of(torch.empty(shape, device="meta"), pattern, dim)
+        _, fixed = triton_groups.shape_of(torch.empty(shape, device="meta"), pattern, dim)
         fixed |= constants
         types = {
             "weight": "*fp32", "out": "*fp32", "amount": "fp32", "table": "*i64", "owner": "*i32",

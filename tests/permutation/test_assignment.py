@@ -10,8 +10,8 @@ from test_permute import kept_by_hand
 from torch import Tensor
 
 from nmrun.patterns import Pattern
-from nmrun.permutation import order as orders
-from nmrun.permutation.order import assigned_order, best_order, kept_magnitude
+from nmrun.permutation import permute as orders
+from nmrun.permutation.permute import assigned_order, best_order, kept_magnitude
 
 
 def scores(rows: int, channels: int, seed: int = 0) -> Tensor:

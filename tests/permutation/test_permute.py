@@ -24,8 +24,7 @@ from nmrun.lab.train.steps import TrainingSteps
 from nmrun.patterns import Pattern
 from nmrun.permutation import permute
 from nmrun.permutation.channels import input_channels
-from nmrun.permutation.order import assigned_order, best_order, kept_magnitude
-from nmrun.permutation.permute import permute_inputs
+from nmrun.permutation.permute import assigned_order, best_order, kept_magnitude, permute_inputs
 
 
 def kept_by_hand(layers: list[tuple[Tensor, Pattern]], order: list[int]) -> float:

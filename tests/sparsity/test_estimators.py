@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nmrun.patterns import Pattern
 from nmrun.sparsity import mvue, transposable_mask
-from nmrun.sparsity.estimators import inclusion_probabilities
+from nmrun.sparsity.masks import inclusion_probabilities
 from nmrun.sparsity.transposable import block_patterns
 
 

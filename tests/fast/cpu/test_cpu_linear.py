@@ -21,8 +21,7 @@ from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.linear import LinearProducts
 from nmrun.fast.measurement import Times, as_data, from_data
 from nmrun.patterns import Pattern
-from nmrun.sparsity.estimators import mvue
-from nmrun.sparsity.masks import hard_threshold
+from nmrun.sparsity.masks import hard_threshold, mvue
 
 pytestmark = [
     pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler here"),
