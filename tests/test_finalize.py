@@ -11,7 +11,7 @@ import one_rank
 import pytest
 import torch
 from errors import one_line
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
 from training import (
@@ -129,18 +129,6 @@ def test_a_training_that_was_abandoned_is_not_finished():
     again.finalize()
     again.abandon()  # nothing is left to do
     again.finalize()
-
-
-@pytest.mark.parametrize("recipe", ["step", "asp", "lbc", "mdgf_linear"])
-def test_who_was_refused_can_train_on(recipe):
-    training, plain = start(recipe), start(recipe)
-    train(*plain[:2], range(TOTAL))
-    train(*training[:2], range(3))
-    with pytest.raises(RunError):
-        training[2].finalize()
-    train(*training[:2], range(3, TOTAL))
-    assert everything(*training) == everything(*plain)
-    training[2].finalize()
 
 
 def test_refresh_returns_to_the_optimizer_s_weights():
@@ -391,17 +379,6 @@ def test_dense_weights_is_a_look_and_what_is_written_inside_stays():
     assert not [event for event in handle.pop_events() if event.kind == "outside"]
 
 
-@pytest.mark.parametrize("recipe", SPARSE)
-def test_a_look_changes_no_bit(recipe):
-    training = start(recipe)
-    for step in range(TOTAL):
-        train(*training[:2], [step])
-        before = everything(*training)
-        with training[2].dense_weights():
-            pass
-        assert everything(*training) == before
-
-
 @pytest.mark.parametrize("replaced", [False, True])
 def test_what_is_written_inside_past_the_version_stays(replaced):
     """As by ``copy_to`` of diffusers' and torch_ema's averages."""
@@ -445,18 +422,6 @@ def test_autocast_keeps_no_copy_of_the_other_weights():
         assert torch.equal(model(x), alone[0])
         with handle.projected(average):
             assert torch.equal(average(x), alone[2])
-
-
-def test_dense_weights_within_dense_weights_end_with_the_outer_ones():
-    model, optimizer, handle = start("sr_ste")
-    train(model, optimizer, range(3))
-    before = everything(model, optimizer, handle)
-    with handle.dense_weights():
-        dense = model[0].weight.detach().clone()
-        with handle.dense_weights():
-            assert torch.equal(model[0].weight, dense)
-        assert torch.equal(model[0].weight, dense)
-    assert everything(model, optimizer, handle) == before
 
 
 def test_layers_compute_with_the_dense_weights_inside():
@@ -546,68 +511,6 @@ def test_dense_weights_that_are_written_in_an_evaluation_are_evaluated():
             model[0].weight.data.copy_(written)
         assert torch.equal(model[0].weight, written * mask)
     assert torch.equal(handle.sparse[0].dense, written)
-
-
-class Yolo:
-    """Trains and averages in the order of ultralytics: callbacks are all that others can add."""
-
-    def __init__(self, callbacks: dict[str, Callable[[Any], None]]) -> None:
-        self.callbacks, self.saved = callbacks, []
-        self.model, self.ema = net(), self
-        self.average = copy.deepcopy(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
-
-    def update(self, model: nn.Module) -> None:
-        with torch.no_grad():
-            for q, p in zip(self.average.parameters(), model.parameters(), strict=True):
-                q.lerp_(p, 0.5)
-
-    def train(self) -> None:
-        self.callbacks["on_pretrain_routine_end"](self)
-        for epoch in range(5):
-            for step in (2 * epoch, 2 * epoch + 1):
-                train(self.model, self.optimizer, [step])
-                self.ema.update(self.model)
-            self.callbacks["on_train_epoch_end"](self)
-            self.saved.append(copy.deepcopy(self.average))
-            self.callbacks["on_fit_epoch_end"](self)
-        self.callbacks["on_train_end"](self)
-
-
-def test_callbacks_around_a_trainer_that_saves_its_average_alone():
-    """As the page has it for ultralytics: every saved average is the projection of the dense one."""
-    averaging = contextlib.ExitStack()
-    dense: list[Tensor] = []
-
-    def begin(trainer):
-        trainer.handle = attach(trainer.model, trainer.optimizer, "sr_ste")
-        update = trainer.ema.update
-        dense.append(trainer.average[0].weight.detach().clone())
-
-        def averaged(model):
-            with trainer.handle.dense_weights():
-                update(model)
-            dense[0] = dense[0].lerp(trainer.handle.sparse[0].dense, 0.5)
-
-        trainer.ema.update = averaged
-
-    def before_validation(trainer):
-        averaging.enter_context(trainer.handle.projected(trainer.average))
-        assert torch.equal(trainer.average[0].weight, hard_threshold(dense[0], "2:4"))
-
-    trainer = Yolo(
-        {
-            "on_pretrain_routine_end": begin,
-            "on_train_epoch_end": before_validation,
-            "on_fit_epoch_end": lambda trainer: averaging.close(),
-            "on_train_end": lambda trainer: trainer.handle.finalize(),
-        }
-    )
-    trainer.train()
-    assert len(trainer.saved) == 5
-    for saved in trainer.saved:
-        nmrun.sparsity.check_nm(saved, "2:4", exclude="4")
-    assert torch.equal(trainer.average[0].weight, dense[0])
 
 
 @pytest.mark.filterwarnings("ignore:nmrun. step 6")

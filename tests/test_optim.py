@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import nmrun
 from nmrun import optim
 from nmrun.lab.train import build
 from nmrun.optim.adam import second_moment_change
@@ -163,38 +162,6 @@ def test_scalar_adam_after_freezing(kind, options, eps_mode, bias_correction):
     torch.testing.assert_close(
         result, torch.tensor(expected, dtype=torch.float64), rtol=1e-11, atol=1e-12
     )
-
-
-def step_sizes(t0: int, after: float, **freeze: Any) -> tuple[float, float]:
-    """The last step before and the first step after freezing, in units of lr, under a gradient of 1
-    and then ``after``.
-    """
-    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    optimizer = optim.Adam([p], lr=1.0, betas=(0.0, 0.999))
-    sizes = []
-    for t in range(t0 + 1):
-        if t == t0:
-            optimizer.freeze_second_moment([p], **freeze)
-        before = p.item()
-        p.grad = torch.full_like(p, 1.0 if after == 1.0 else after * (t == t0))
-        optimizer.step()
-        sizes.append(before - p.item())
-    return sizes[-2], sizes[-1]
-
-
-@pytest.mark.parametrize("eps_mode", optim.EPS_MODES)
-@pytest.mark.parametrize(("t0", "jump"), [(100, 3.24), (200, 2.35), (1000, 1.26), (1, 31.62)])
-def test_the_step_size_does_not_jump_at_the_switch(eps_mode, t0, jump):
-    assert step_sizes(t0, 1.0, eps_mode=eps_mode) == pytest.approx((1.0, 1.0), rel=2e-6)
-    before, after = step_sizes(t0, 1.0, eps_mode=eps_mode, bias_correction=False)
-    assert after / before == pytest.approx(jump, rel=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("eps_mode", "size"), [("inside", 1.0), ("floor", 100.0), ("outside", 1e4)]
-)
-def test_a_dead_coordinate_wakes_up(eps_mode, size):
-    assert step_sizes(20, 1e-4, eps_mode=eps_mode)[1] == pytest.approx(size)
 
 
 def test_frozen_means_constant_and_only_for_those_asked_for():
@@ -409,40 +376,6 @@ def test_freezing_says_what_it_cannot_do():
         optim.Adam(params).freeze_second_moment(params, "middle")
     with pytest.raises(ValueError, match="neither capturable=True nor differentiable=True"):
         optim.Adam(params, capturable=True).freeze_second_moment(params)
-
-
-@pytest.mark.parametrize("recipe", ["step", "sr_ste", "asp", "s_ste"])
-def test_torch_s_fused_kernel_trains_the_same(recipe):
-    """As on CUDA devices, where it is the default; it exists for CPUs too. After STEP's switch the
-    frozen weights have a step of their own.
-    """
-    runs = []
-    for fused in (None, True):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)
-        ).double()
-        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-        handle = nmrun.sparsify(
-            model,
-            optimizer,
-            recipe,
-            "2:4",
-            10,
-            **{"exclude": None, **({"switch": 0.5} if recipe == "step" else {})},
-        )
-        for group in optimizer.param_groups:
-            group["fused"] = fused
-        for step in range(10):
-            model(
-                torch.randn(4, 16, generator=torch.Generator().manual_seed(step)).double()
-            ).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        runs.append([p.detach() for p in model.parameters()])
-        assert all(float(state["step"]) == 10 for state in optimizer.state.values())
-        assert handle.is_sparse
-    torch.testing.assert_close(*runs, rtol=1e-8, atol=1e-10)
 
 
 def test_a_fused_step_is_for_gpus_and_large_networks():

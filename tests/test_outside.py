@@ -321,20 +321,6 @@ def test_a_memory_format_that_is_chosen_after_sparsify(kind):
         torch.testing.assert_close(after, never, atol=1e-5, rtol=0)
 
 
-def test_a_cast_between_steps_is_the_dense_weight_cast():
-    model, optimizer, handle = start("sr_ste")
-    train(model, optimizer, range(3))
-    before = [w.dense.clone() for w in handle.sparse]
-    model.double()
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # moments follow, by torch
-    for group in optimizer.param_groups:
-        group["lr"] = group["weight_decay"] = 0.0
-    train(model, optimizer, [3])
-    for weight, dense in zip(handle.sparse, before, strict=True):
-        assert torch.equal(weight.dense, dense.double())
-    assert events(handle) == []
-
-
 @pytest.mark.parametrize("step", [0, 2, 5])
 def test_a_cast_that_makes_weights_equal_keeps_the_dense_ones(step, monkeypatch):
     """In bfloat16 the second and the third of four are often equal, and the mask may be another."""
@@ -515,15 +501,6 @@ def test_a_weight_that_shares_its_storage_gives_the_same_bits():
         results.append(everything(model, optimizer, handle))
     assert results[0] == results[1]
     assert math.isfinite(float(model[0].weight.sum()))
-
-
-def test_inference_mode():
-    model, optimizer, handle = start("ste")
-    with torch.inference_mode():
-        model(batch(0))
-        assert torch.equal(copy.deepcopy(model)(batch(1)), model(batch(1)))
-    train(model, optimizer, range(2))
-    assert torch.equal(model[0].weight, hard_threshold(handle.sparse[0].dense, "2:4"))
 
 
 def test_projected_once_a_step_however_often_it_is_read(monkeypatch):

@@ -232,24 +232,6 @@ def test_a_state_that_is_loaded_while_dense_weights_are_shown_is_the_state(recip
     assert everything(*other) == expected
 
 
-def test_a_state_that_is_loaded_after_a_failed_step_is_the_state(monkeypatch):
-    early, other = start("step"), start("step", seed=5)
-    train(*early[:2], range(3))  # a dense phase; the other one is sparse then
-    states, expected = stored(*early[:2]), everything(*early)
-    train(*other[:2], range(8))
-    with monkeypatch.context() as patch:
-        patch.setattr("nmrun.optim.adam.stock_step", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            train(*other[:2], range(8, 9))
-    other[1].zero_grad()
-    other[0].load_state_dict(states[0])
-    other[1].load_state_dict(states[1])
-    assert everything(*other) == expected
-    for each in (early, other):
-        train(*each[:2], range(3, TOTAL))
-    assert everything(*other) == everything(*early)
-
-
 @pytest.mark.parametrize("recipe", SCORED)
 def test_a_state_that_is_saved_after_a_failed_step_has_the_groups_of_the_optimizer(
     recipe, monkeypatch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from errors import one_line
 from torch import Tensor, nn
-from training import SPARSE, TOTAL, attach, batch, bits, everything, net, start, stored, train
+from training import SPARSE, TOTAL, attach, batch, bits, net, start, stored, train
 
 import nmrun
 from nmrun.errors import ConfigError
@@ -225,39 +224,6 @@ def test_an_optimizer_of_named_parameters_serves(recipe):
     handle = attach(model, optimizer, recipe)
     train(model, optimizer, range(TOTAL), handle)
     handle.finalize()
-
-
-@pytest.mark.parametrize("recipe", ["lbc", "sqft", "maskllm"])
-def test_copies_have_the_moments_of_added_parameters(recipe):
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    options = {"dense": 0.0} if recipe == "maskllm" else {}
-    handle = attach(model, optimizer, recipe, **options)
-    train(model, optimizer, range(4))
-    twin, other = copy.deepcopy((model, optimizer))
-    second = attach(twin, other, recipe, **options)
-    train(model, optimizer, range(4, TOTAL))
-    train(twin, other, range(4, TOTAL))
-    assert everything(twin, other, second) == everything(model, optimizer, handle)
-    for each, by in ((second, other), (handle, optimizer)):
-        each.finalize()
-        assert len(by.param_groups) == 1
-
-
-@pytest.mark.parametrize("end", ["abandon", "finalize"])
-@pytest.mark.parametrize("recipe", ADDING)
-def test_a_second_training_finds_the_groups_of_the_first(recipe, end):
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    groups = len(optimizer.param_groups)
-    handle = attach(model, optimizer, recipe)
-    during = len(optimizer.param_groups)
-    train(model, optimizer, range(TOTAL), handle)
-    getattr(handle, end)()
-    assert len(optimizer.param_groups) == groups
-    assert set(optimizer.state) <= set(model.parameters())
-    attach(model, optimizer, recipe)
-    assert len(optimizer.param_groups) == during
 
 
 def test_a_layer_that_modelopt_masks_is_refused():

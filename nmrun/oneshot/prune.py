@@ -26,7 +26,7 @@ from nmrun.oneshot.blocks import stages
 from nmrun.oneshot.inputs import LayerMatrix, for_each, input_obstacle, output_error, watched
 from nmrun.oneshot.methods import Method, Scored
 from nmrun.patterns import Pattern
-from nmrun.permutation.channels import Channels, input_channels
+from nmrun.permutation.channels import Channels, holders, input_channels
 from nmrun.permutation.permute import assigned_order, reorder
 from nmrun.products.attention import slow_path, uncompiled
 from nmrun.sparsity.check import layer_report, weights_report
@@ -251,10 +251,7 @@ def free_channels(part: nn.Module, model: nn.Module, calls: Collection[int]) -> 
     """Channels that can be reordered inside a part of a model; where it cannot be traced, inside
     its children. Those in a tensor that the model has twice are left out, and those in a module
     that is not in ``calls``: who calls what it has inside may read these channels elsewhere."""
-    holders: dict[int, int] = {}
-    for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            holders[id(tensor)] = holders.get(id(tensor), 0) + 1
+    count = holders(model)
 
     def inside(module: nn.Module) -> list[Channels]:
         try:
@@ -266,7 +263,7 @@ def free_channels(part: nn.Module, model: nn.Module, calls: Collection[int]) -> 
         return [
             each
             for each in {id(channels): channels for channels in found.values()}.values()
-            if not each.fixed and all(holders[id(site.tensor)] == 1 for site in each.sites)
+            if not each.fixed and all(count[id(site.tensor)] == 1 for site in each.sites)
         ]
 
     return inside(part)

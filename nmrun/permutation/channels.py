@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -244,6 +245,9 @@ class Channels:
     fixed: str = ""
     sites: list[ChannelDim] = field(default_factory=list)
 
+    def fix(self, reason: str) -> None:
+        self.fixed = self.fixed or reason
+
 
 def input_channels(model: nn.Module) -> dict[str, Channels]:
     """The channels that every linear layer and convolution reads, by module name; those that read
@@ -262,47 +266,42 @@ def input_channels(model: nn.Module) -> dict[str, Channels]:
     return ties.inputs()
 
 
+def holders(model: nn.Module) -> Counter[int]:
+    """How many modules of a model have each parameter and buffer, by its id."""
+    return Counter(
+        id(tensor)
+        for module in model.modules()
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+    )
+
+
 class _Ties:
-    """Sides of modules, joined where a value goes from one to another. ``root`` is a forest of
-    sides; ``size`` and ``fixed`` are valid at its roots."""
+    """The channels of every side of a module; sides share them where a value goes from one to
+    another."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules(remove_duplicate=False))
-        self.root: dict[Key, Key] = {}
-        self.size: dict[Key, int] = {}  # in channels
+        self.channels: dict[Key, Channels] = {}
         self.block: dict[Key, int] = {}  # entries of a channel, of each side
-        self.fixed: dict[Key, str] = {}
         # parameters read outside their layers, and modules inside parts that cannot be traced
         self.elsewhere: set[str] = set()
-        self.users: dict[int, int] = {}  # of every parameter and buffer
-        for module in model.modules():
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                self.users[id(tensor)] = self.users.get(id(tensor), 0) + 1
+        self.holders = holders(model)
 
     def inputs(self) -> dict[str, Channels]:
         """The result of :func:`input_channels`, once all graphs are read."""
-        channels_of = {
-            root: Channels(self.size[root], self.fixed.get(root, ""))
-            for root in map(self._find, self.root)
-        }
-        for key in self.root:
-            (name, side), channels = key, channels_of[self._find(key)]
+        for (name, side), channels in self.channels.items():
+            module = self.modules[name]
             for attribute in ("weight",) if side == "in" else PARAMETERS:
-                tensor = getattr(self.modules[name], attribute, None)
-                if tensor is not None:
-                    site = ChannelDim(
-                        name, self.modules[name], attribute, int(side == "in"), self.block[key]
-                    )
-                    channels.sites.append(site)
-                    reason = ""
-                    if self.users.get(id(tensor)) != 1:
-                        reason = f"they are in {site.name}, which is tied to another"
-                    elif {name, site.name} & self.elsewhere:
-                        reason = f"they are in {site.name}, which is used elsewhere as well"
-                    channels.fixed = channels.fixed or reason
-        return {
-            name: channels_of[self._find((name, side))] for name, side in self.root if side == "in"
-        }
+                if getattr(module, attribute, None) is None:
+                    continue
+                block = self.block[name, side]
+                site = ChannelDim(name, module, attribute, int(side == "in"), block)
+                channels.sites.append(site)
+                if self.holders[id(site.tensor)] != 1:
+                    channels.fix(f"they are in {site.name}, which is tied to another")
+                elif {name, site.name} & self.elsewhere:
+                    channels.fix(f"they are in {site.name}, which is used elsewhere as well")
+        return {name: found for (name, side), found in self.channels.items() if side == "in"}
 
     def read(self, graph: fx.Graph, hidden: set[str]) -> None:
         """Follow the channels through a graph. Calls of ``hidden`` modules are not in it."""
@@ -381,7 +380,7 @@ class _Ties:
         self, key: Key, entries: int, flow: ChannelFlow | None, source: str
     ) -> ChannelFlow | None:
         """Join a value with a side of a module that has ``entries``; returns the value."""
-        channels = entries if flow is None else self.size[self._find(flow.key)]
+        channels = entries if flow is None else self.channels[flow.key].size
         if flow is None:
             self._fix([self._side(key, entries)], f"they come from {source}")
         elif entries % channels or (entries != channels and not flow.flat):
@@ -392,30 +391,25 @@ class _Ties:
 
     def _side(self, key: Key, size: int, block: int = 1) -> ChannelFlow:
         """A side of a module; it is fixed if its size or block differs between calls."""
-        if key not in self.root:
-            self.root[key], self.size[key], self.block[key] = key, size, block
-        elif (self.size[self._find(key)], self.block[key]) != (size, block):
+        if key not in self.channels:
+            self.channels[key], self.block[key] = Channels(size), block
+        elif (self.channels[key].size, self.block[key]) != (size, block):
             self._fix(
                 [ChannelFlow(key)], f"{key[0]} does not take them in the same form at every call"
             )
         return ChannelFlow(key)
 
-    def _find(self, key: Key) -> Key:
-        while self.root[key] != key:
-            key = self.root[key]
-        return key
-
     def _join(self, flows: Sequence[ChannelFlow]) -> None:
-        root = self._find(flows[0].key)
-        for other in (self._find(flow.key) for flow in flows[1:]):
-            if self.size[other] != self.size[root]:
+        joined = self.channels[flows[0].key]
+        for other in (self.channels[flow.key] for flow in flows[1:]):
+            if other.size != joined.size:
                 self._fix(flows, "they meet others in a different number")
-            elif other != root:
-                self.root[other] = root
-                if other in self.fixed:
-                    self.fixed.setdefault(root, self.fixed[other])
+            elif other is not joined:
+                joined.fix(other.fixed)
+                same = [key for key, channels in self.channels.items() if channels is other]
+                self.channels |= dict.fromkeys(same, joined)
 
     def _fix(self, flows: Sequence[ChannelFlow | None], reason: str) -> None:
         for flow in flows:
             if flow is not None:
-                self.fixed.setdefault(self._find(flow.key), reason)
+                self.channels[flow.key].fix(reason)

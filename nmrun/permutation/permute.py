@@ -8,7 +8,7 @@ the pattern is any N:M, and several layers may read the same channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from scipy.optimize import linear_sum_assignment
@@ -18,8 +18,6 @@ from nmrun.patterns import Pattern
 from nmrun.permutation.channels import ChannelDim, Channels, input_channels
 from nmrun.sparsity.masks import nm_mask
 from nmrun.sparsity.weight import SparseWeight
-
-MOST_SENTENCES = 8
 
 
 def find_channels(model: nn.Module) -> tuple[dict[str, Channels], str]:
@@ -77,9 +75,6 @@ def permute_inputs(
         f"input channels not permuted of {_listed(names)}: {reason}"
         for reason, names in by_reason.items()
     ]
-    if len(sentences) > MOST_SENTENCES:  # a network may have a reason for each layer
-        rest = len(sentences) - MOST_SENTENCES
-        sentences[MOST_SENTENCES:] = [f"and {rest} more sentences like these"]
     return sentences
 
 
@@ -186,13 +181,28 @@ def best_order(layers: Sequence[Columns], regressions: int = 20, seed: int = 0) 
     gives the same order. ``layers``: matrices (rows, channels), all with the same channels, each with
     its pattern, whose last group may be short. Returns the channel at each position: int64, on
     the CPU."""
-    channels = layers[0][0].shape[1]
-    start = torch.arange(channels)
-    layers = [(matrix, pattern) for matrix, pattern in layers if pattern.n < pattern.m]
-    if not layers or not all(bool(matrix.isfinite().all()) for matrix, _ in layers):
-        return start
-    order = _Swaps(layers).search(regressions, torch.Generator().manual_seed(seed))
-    return order if kept_magnitude(layers, order) > kept_magnitude(layers) * (1 + 1e-9) else start
+    generator = torch.Generator().manual_seed(seed)
+    return _if_better(layers, lambda pruned: _Swaps(pruned).search(regressions, generator))
+
+
+@torch.no_grad()
+def assigned_order(layers: Sequence[Columns]) -> Tensor:
+    """An order of channels with which the masks of all layers keep more of their scores, as
+    :func:`best_order` returns it. ``layers``: scores (rows, channels), 0 or more, all of the
+    same channels, each with its pattern. The present order where none is better, or where a
+    score is not finite."""
+    return _if_better(layers, _assigned)
+
+
+def _if_better(layers: Sequence[Columns], search: Callable[[Sequence[Columns]], Tensor]) -> Tensor:
+    """The order that a search finds for the layers that are pruned; the present one where it keeps
+    no more."""
+    present = torch.arange(layers[0][0].shape[1])
+    pruned = [(matrix, pattern) for matrix, pattern in layers if pattern.n < pattern.m]
+    if not pruned or not all(bool(matrix.isfinite().all()) for matrix, _ in pruned):
+        return present
+    order = search(pruned)
+    return order if kept_magnitude(pruned, order) > kept_magnitude(pruned) * (1 + 1e-9) else present
 
 
 class _Swaps:
@@ -293,17 +303,8 @@ class _Swaps:
 LEAST = 1e-4  # share of what is kept; a round that gains less is the last
 
 
-@torch.no_grad()
-def assigned_order(layers: Sequence[Columns]) -> Tensor:
-    """An order of channels with which the masks of all layers keep more of their scores, as
-    :func:`best_order` returns it. ``layers``: scores (rows, channels), 0 or more, all of the
-    same channels, each with its pattern. The present order where none is better, or where a
-    score is not finite."""
+def _assigned(layers: Sequence[Columns]) -> Tensor:
     channels = layers[0][0].shape[1]
-    layers = [(scores, pattern) for scores, pattern in layers if pattern.n < pattern.m]
-    present = torch.arange(channels)
-    if not layers or not all(bool(scores.isfinite().all()) for scores, _ in layers):
-        return present
     # where patterns differ, places of blocks that all groups fit into
     block = min(channels, math.lcm(*(pattern.m for _, pattern in layers)))
     by_channel = [(scores.T.contiguous(), pattern) for scores, pattern in layers]
@@ -314,7 +315,7 @@ def assigned_order(layers: Sequence[Columns]) -> Tensor:
         before = now
         for place in range(block):
             _assign(by_channel, order, torch.arange(place, channels, block))
-    return order if now > kept_magnitude(layers) * (1 + 1e-9) else present
+    return order
 
 
 def _deal(sums: Tensor, block: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -131,25 +131,14 @@ class Handle:
         """While entered, the parameters are the dense weights: for averages (EMA), dense evaluation and
         dense checkpoints. What is written into a parameter inside becomes its dense weight. Entered
         again inside, it changes nothing; inside :meth:`evaluation_weights` these come back after it."""
-        if any(weight.shows_dense for weight in self.sparse):
+        if self._shows_dense:
             yield
             return
-        self._reshard()
         evaluates = self.stepper.shows_final
-        if not evaluates:  # what is written there must not become a dense weight
-            self.stepper.notice_changes()
-        # layers would compute with copies of the projected weights, packed or pruned again
-        for weight in self.sparse:
-            if weight.layer is not None:
-                weight.layer.active = False
-            weight.show_dense()
-        torch.clear_autocast_cache()
         try:
-            yield
+            with self._shown(self._show_dense):
+                yield
         finally:
-            self._reshard()
-            # a write through .data, as in many an EMA's copy_to, leaves no trace
-            self.refresh()
             if evaluates and self.recipe.evaluates_final:  # unless another state was loaded inside
                 self._show_final()
 
@@ -158,18 +147,36 @@ class Handle:
         """While entered, the parameters are the weights to evaluate with. These are the forward pass's,
         except where the recipe evaluates what a run ending now would leave (MaskLLM's likeliest
         masks). Entered again inside, or inside :meth:`dense_weights`, it changes nothing."""
-        shown = self.stepper.shows_final or any(weight.shows_dense for weight in self.sparse)
-        if shown or not self.recipe.evaluates_final:
+        if self.stepper.shows_final or self._shows_dense or not self.recipe.evaluates_final:
             yield
             return
+        with self._shown(self._show_final):
+            yield
+
+    @contextlib.contextmanager
+    def _shown(self, show: Callable[[], None]) -> Iterator[None]:
         self._reshard()
-        self.stepper.notice_changes()
-        self._show_final()
+        if not self.stepper.shows_final:  # what is written there must not become a dense weight
+            self.stepper.notice_changes()
+        show()
         try:
             yield
         finally:
             self._reshard()
+            # a write through .data, as in many an EMA's copy_to, leaves no trace
             self.refresh()
+
+    @property
+    def _shows_dense(self) -> bool:
+        return any(weight.shows_dense for weight in self.sparse)
+
+    def _show_dense(self) -> None:
+        # layers would compute with copies of the projected weights, packed or pruned again
+        for weight in self.sparse:
+            if weight.layer is not None:
+                weight.layer.active = False
+            weight.show_dense()
+        torch.clear_autocast_cache()
 
     @torch.no_grad()
     def _show_final(self) -> None:

@@ -274,26 +274,23 @@ class Stepper:
     def refresh(self, projected: Collection[SparseWeight] = ()) -> None:
         """Write the projections of the dense weights into the parameters, as after every step. The
         weights ``projected`` have theirs already."""
-        self.shows_final = False
+        self.shows_final, dense = False, self.recipe.dense_forward
         for weight in self.sparse:
             weight.show_projected()
-        if self.recipe.dense_forward:
-            for weight in self.sparse:
+            if dense:
                 weight.end_sparse()
-                if weight.layer is not None:
-                    weight.layer.enter(self.recipe)
-        else:
-            for weight in self.sparse:
-                if not weight.has_dense:
-                    weight.begin_sparse()
+            elif not weight.has_dense:
+                weight.begin_sparse()
+        if not dense:
             self._project([weight for weight in self.sparse if weight not in projected])
-            for weight in self.sparse:
-                if weight.layer is not None:
-                    weight.layer.enter(self.recipe)
+        for weight in self.sparse:
+            if weight.layer is not None:
+                weight.layer.enter(self.recipe)
+            if not dense:
                 for follow in weight.dependents:
                     follow(weight)
-                if weight.layer is not None:
-                    weight.layer.pack()
+            if weight.layer is not None:
+                weight.layer.pack()
         torch.clear_autocast_cache()  # it still has the old weights
         for weight in self.sparse:
             weight.note()
@@ -386,9 +383,7 @@ def closure_first(
     """Evaluate the closure of a step now, since gradients are edited before the step. ``args`` and
     ``kwargs`` are those of ``step``, the optimizer first. Returns them with a closure that only
     returns the loss, or None if there was no closure."""
-    closure = kwargs.get("closure")
-    if closure is None:
-        closure = next((a for a in args[1:] if callable(a)), None)
+    closure = kwargs.get("closure") or next((a for a in args[1:] if callable(a)), None)
     if closure is None:
         return None
     with torch.enable_grad():

@@ -16,7 +16,6 @@ import nmrun
 from nmrun import optim
 from nmrun.kernels import compiler as c_library
 from nmrun.kernels import cpu
-from nmrun.kernels import projection as kernels
 from nmrun.kernels.layout import Operands, Update
 from nmrun.optim import adam
 from nmrun.patterns import Pattern
@@ -495,14 +494,6 @@ def test_gradients_are_edited_by_the_mask_of_the_weight_that_has_them(kind):
         dense = dense - 0.1 * g / (g + 1e-8)
         torch.testing.assert_close(handle.sparse[0].dense, dense)
         torch.testing.assert_close(model.weight.detach(), dense * after)
-
-
-def test_devices_without_kernels_are_torchs(monkeypatch):
-    p = nn.Parameter(torch.randn(8, 16, device="meta"))
-    p.grad = torch.zeros_like(p)
-    monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: False)
-    update = Update(p.detach(), torch.zeros_like(p), 1, Pattern(2, 4), Rule())
-    assert optim.Adam([p], capturable=False, foreach=False).plan({p: update}) == []
 
 
 def test_a_state_that_was_cleared_counts_from_1():

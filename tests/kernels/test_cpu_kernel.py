@@ -331,22 +331,6 @@ def test_whoever_looks_at_the_operations_sees_them(function):
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_other_dtypes_stay_with_torch(function, dtype):
-    weight = torch.randn(8, 16).to(dtype)
-    result = getattr(sparsity, function)(weight, "2:4")
-    assert torch.equal(result, getattr(reference, function)(weight, Pattern(2, 4), 1))
-
-
-@needs_compiler
-def test_an_infinite_weight_shows_after_the_soft_threshold():
-    compiled, expected = both(torch.tensor([[torch.inf, torch.inf, 1.0, 2.0]]), "1:4", 1, 1.0)
-    assert not compiled.isfinite().all()
-    assert not expected.isfinite().all()
-
-
-@needs_compiler
 @pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize("shape", [(1024, 204), (101, 68, 3, 3)])
 def test_threads_share_the_work_without_a_gap(monkeypatch, shape, threads):

@@ -4,7 +4,6 @@ have sparse tensor cores.
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from nmrun import kernels, optim
+from nmrun import optim
 from nmrun.kernels import cpu, projection
 from nmrun.kernels.layout import Update
 from nmrun.patterns import Pattern
@@ -25,7 +24,6 @@ from nmrun.rule import Rule
 triton = pytest.importorskip("triton", reason="Triton comes with torch's CUDA wheels for Linux")
 
 ARCHITECTURES = [80, 90, 100]  # Ampere, Hopper, Blackwell
-CODE = sorted(Path(kernels.__file__).parent.glob("triton_*.py"))
 
 
 @pytest.mark.parametrize(
@@ -255,42 +253,6 @@ def test_strided_groups_of_a_wide_weight_are_vectors_too(architecture):
     assert built.loads == built.stores == {"v4.b32": 4}
     assert built.shared == 0
     assert "shfl" not in built.ptx
-
-
-def _loads(tree: ast.AST) -> list[tuple[str, str]]:
-    """(what is loaded from, what the value is made right away) of every tl.load; the latter empty
-    if it is left as it is.
-    """
-    casts = {
-        node.func.value: ast.unparse(node.args[0])
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "to"
-    }
-    return [
-        (re.split(r"\W", ast.unparse(node.args[0]))[0], casts.get(node, ""))
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.load"
-    ]
-
-
-def test_what_may_have_16_bits_is_made_float32_as_soon_as_it_is_read():
-    loads = [load for path in CODE for load in _loads(ast.parse(path.read_text()))]
-    wide = {"table", "owner", "row", "scalars", "seed"}  # int64, int32, float32
-    narrow = [(name, to) for name, to in loads if name not in wide]
-    assert {name for name, _ in narrow} == {
-        "weight",
-        "out",
-        "scale",
-        "mask",
-        "grad",
-        "first",
-        "second",
-        "x",
-    }
-    assert all(to == "tl.float32" for _, to in narrow)
-    assert _loads(ast.parse("a = tl.load(weight + x) * 2")) == [("weight", "")]
 
 
 # --- who calls them -------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from torch import nn
 
 import nmrun
 from nmrun import oneshot
-from nmrun.errors import ConfigError
 from nmrun.lab.models.texts import GPTNetwork
 from nmrun.oneshot.inputs import LayerMatrix, watched
 from nmrun.oneshot.prune import free_channels, permute
@@ -164,19 +163,3 @@ def test_a_scripted_part_takes_no_hooks(permute):
     nmrun.prune(model, [x], "ria", exclude=(), permute=permute)
     nmrun.prune(plain, [x], "ria", exclude=())  # nothing is known of what is scripted
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
-
-
-def test_layers_one_by_one():
-    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 3))
-    plain, x = copy.deepcopy(model), torch.randn(50, 8)
-    pruned = nmrun.prune(model, [x], "wanda", exclude=(), permute=True)
-    without = nmrun.prune(plain, [x], "wanda", exclude=())
-    assert pruned.layers[0]["error"] == without.layers[0]["error"]
-    assert pruned.layers[1]["error"] < without.layers[1]["error"]
-    assert check_nm(model, "2:4", exclude=None) == ["0.weight", "2.weight", "4.weight"]
-
-
-def test_sparsegpt_has_no_scores():
-    model, _, x, _ = gpt()
-    with pytest.raises(ConfigError, match="sparsegpt: permute: no such hyperparameter"):
-        nmrun.prune(model, [x], "sparsegpt", permute=True)

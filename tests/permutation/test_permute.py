@@ -95,31 +95,6 @@ def test_no_swap_of_two_channels_is_missed(parts, channels, pad):
         assert kept_by_hand(layers, other) <= best * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("n", "m", "groups"), [(1, 4, 6), (2, 4, 5), (2, 8, 3), (1, 8, 4)])
-def test_a_hidden_perfect_order_is_found(n, m, groups):
-    """m / n kinds of channels, each alone in its own rows: with n of every kind to a group, all
-    magnitude is kept.
-    """
-    kinds, channels = m // n, groups * m
-    # all of a kind side by side: the worst order there is
-    kind = torch.arange(channels) // (channels // kinds)
-    matrix = torch.rand(40, channels, generator=torch.Generator().manual_seed(1)) + 0.5
-    matrix[torch.arange(40).unsqueeze(1) % kinds != kind] = 0.0
-    layers = [(matrix, Pattern(n, m))]
-    assert kept_magnitude(layers) < 0.9 * float(matrix.sum())
-    assert kept_magnitude(layers, best_order(layers)) == pytest.approx(float(matrix.double().sum()))
-
-
-def test_more_regressions_keep_no_less():
-    layers = layers_of((16, "2:4"), channels=32)
-    magnitudes = [
-        kept_magnitude(layers, best_order(layers, regressions)) for regressions in (0, 5, 20)
-    ]
-    assert kept_magnitude(layers) < magnitudes[0] <= magnitudes[1] <= magnitudes[2]
-    assert magnitudes[0] < magnitudes[2]
-    assert not torch.equal(best_order(layers), best_order(layers, seed=1))
-
-
 @pytest.mark.parametrize("find", [best_order, assigned_order])
 def test_the_same_input_gives_the_same_order(find):
     layers = layers_of((16, "2:4"), channels=32)

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import nmrun
-from nmrun.recipes.switch import AutoSwitch
 from nmrun.step.handle import Handle
 
 TOTAL = 200
@@ -68,21 +67,6 @@ def run(
             assert (event.kind, event.step) == ("switch", t)
             return t, event.facts["by"]
     return 0, ""
-
-
-def test_the_window_must_be_full():
-    assert run(gradients(lambda t: 1e-6), "auto", 0.95, t_min=0.0)[0] == 20
-    assert run(gradients(lambda t: 0.0), "auto_geometric", 0.95, t_min=0.0)[0] == 20
-
-
-@pytest.mark.parametrize(
-    ("beta2", "length"),
-    [(0.9, 10), (0.95, 20), (0.98, 50), (0.99, 100), (0.999, 1000), (0.9999, 10_000)],
-)
-def test_window_length(beta2, length):
-    switch = AutoSwitch(False, False, None, 0.1, 0.5, 100_000)
-    assert switch.prepare(beta2, EPS, torch.device("cpu")) == ""
-    assert len(switch.window) == length
 
 
 def test_a_window_longer_than_t_max_is_said_beforehand():

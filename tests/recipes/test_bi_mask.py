@@ -41,26 +41,6 @@ def order_of(weight: SparseWeight) -> list[int]:
 # --- the second mask ------------------------------------------------------------------------------
 
 
-def test_four_by_four_by_hand():
-    """One group of outputs, so their order does not matter but for ties: 4 and -4 tie, and 5 goes
-    before both.
-    """
-    model = nn.Sequential(nn.Linear(4, 4, bias=False))
-    with torch.no_grad():
-        model[0].weight.copy_(
-            torch.tensor([[4.0, 3, 1, 2], [-4.5, 1, 3, 2], [5, -2, 1, 3], [1, 2, -6, 3]])
-        )
-    sparsify(model)
-    x = torch.ones(1, 4, requires_grad=True)
-    z = model(x)
-    assert z.tolist() == [[7.0, -1.5, 8.0, -3.0]]  # 4 + 3, -4.5 + 3, 5 + 3, -6 + 3
-    for output, row in enumerate([[0.0, 3, 0, 0], [-4.5, 0, 3, 0], [5, 0, 0, 3], [0, 0, -6, 3]]):
-        assert torch.autograd.grad(z[0, output], x, retain_graph=True)[0].tolist() == [row]
-    z[0, 0].backward()
-    # the weight gradient is dense
-    assert model[0].weight.grad.tolist() == [[1.0] * 4, *[[0.0] * 4] * 3]
-
-
 def second_mask(forward: Tensor, order: list[int], n: int, m: int) -> Tensor:
     """Entry by entry, for a matrix (outputs, columns): within m outputs that follow each other in
     ``order``, the n largest.
@@ -125,14 +105,6 @@ def test_input_gradient_of_every_layer(layer, pattern):
     assert torch.equal(torch.autograd.grad(model.eval()(x), x, dz)[0], exact)
 
 
-def test_without_sparsity_it_is_exact():
-    model = nn.Sequential(nn.Linear(8, 8))
-    plain = copy.deepcopy(model)
-    sparsify(model, "4:4")
-    x = torch.randn(3, 8, requires_grad=True)
-    assert torch.equal(*(torch.autograd.grad(m(x).square().sum(), x)[0] for m in (model, plain)))
-
-
 # --- the search -----------------------------------------------------------------------------------
 
 
@@ -167,13 +139,6 @@ def test_each_seed_has_its_own_candidates():
         orders.append([order_of(w) for w in sparsify(model, candidates=1)[1].sparse])
     assert orders[1] == orders[2] != orders[0]
     assert orders[0][0][:4] != orders[0][1][:4]
-
-
-def test_each_layer_has_its_own_candidates():
-    """Of layers of the same size too."""
-    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
-    one, other = sparsify(model, candidates=1)[1].sparse
-    assert order_of(one) != order_of(other)
 
 
 def test_searched_every_interval_and_the_mask_follows_the_weight_between():

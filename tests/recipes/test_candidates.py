@@ -13,37 +13,9 @@ from torch import Tensor, nn
 
 import nmrun
 from nmrun.errors import ConfigError
-from nmrun.patterns import Pattern
-from nmrun.recipes.maskllm import gumbel_softmax, softmax_gradient
-from nmrun.recipes.parameters import candidates
-from nmrun.sparsity.reference import by_group, from_groups
+from nmrun.recipes.maskllm import gumbel_softmax
 
 MASKS = [list(c) for c in itertools.combinations(range(4), 2)]  # of 2:4, in order
-
-
-def test_candidates_are_all_masks_once():
-    rows = candidates(Pattern(2, 5), torch.zeros(()))
-    assert rows.shape == (10, 5)
-    assert (rows.sum(1) == 2).all()
-    assert len({tuple(r.tolist()) for r in rows}) == 10
-
-
-@pytest.mark.parametrize(("shape", "dim"), [((3, 8), 1), ((8, 3), 0), ((2, 8, 3, 3), 1)])
-def test_groups_there_and_back(shape, dim):
-    w = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
-    groups = by_group(w, Pattern(2, 4), dim)
-    assert groups.shape[-1] == 4
-    stride = w.stride(dim)
-    assert ((groups[..., 1:] - groups[..., :-1]) == stride).all()  # neighbours along dim
-    assert torch.equal(from_groups(groups, w.shape, dim), w)
-
-
-def test_softmax_gradient_is_autograd_s():
-    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
-    g = torch.randn(5, 6, dtype=torch.float64)
-    soft = torch.softmax(x, -1)
-    (expected,) = torch.autograd.grad(soft, x, g)
-    torch.testing.assert_close(softmax_gradient(soft.detach(), g), expected)
 
 
 def test_gumbel_noise_samples_the_softmax():
@@ -153,15 +125,6 @@ def test_lbc_ends_early_with_its_best_candidate():
     dense = model[0].weight.detach().clone()
     assert torch.equal(model[0].weight, dense)  # all candidates: nothing pruned
     assert torch.equal(handle.final_weight(weight), dense * torch.tensor([1.0, 0, 0, 1.0]))
-
-
-@pytest.mark.parametrize("recipe", ["lbc", "maskllm"])
-def test_too_many_candidates(recipe):
-    model = nn.Sequential(nn.Linear(16, 4))
-    with pytest.raises(ValueError, match="1,820 possible masks a group"):
-        nmrun.sparsify(
-            model, torch.optim.SGD(model.parameters(), 0.1), recipe, "4:16", 10, exclude=None
-        )
 
 
 # --- MaskLLM --------------------------------------------------------------------------------------

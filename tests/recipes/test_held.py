@@ -150,10 +150,6 @@ def test_who_has_masks_of_its_own_keeps_them(recipe):
         nmrun.sparsify(
             model, optimizer, recipe, "2:4", 10, input_gradient="transposable", exclude=None
         )
-    assert type(model[0].weight) is nn.Parameter
-    assert not optimizer.state
-    assert list(optimizer.param_groups[0]["params"]) == list(model.parameters())
-    assert len(optimizer.param_groups) == 1
     with pytest.raises(
         ValueError,
         match="input_gradient=dense: it takes one of exact, transposable, double_prune, mvue",
@@ -247,15 +243,6 @@ def test_transposable_within_the_groups_of_a_convolution(outputs, fits):
         assert bool((kept == 2).all())
     else:
         assert handle.left_dense[0].reason.startswith("2 outputs are not a multiple of 4")
-
-
-def test_one_of_m_is_the_best_permutation():
-    w = torch.randn(5, 5)
-    best = max(itertools.permutations(range(5)), key=lambda p: float(w.abs()[range(5), p].sum()))
-    expected = torch.zeros(5, 5, dtype=torch.bool)
-    expected[range(5), best] = True
-    assert torch.equal(nmrun.sparsity.transposable_mask(w, "1:5"), expected)
-    assert nmrun.sparsity.transposable_mask(torch.zeros(0, 8), "1:8").shape == (0, 8)
 
 
 def test_a_copy_keeps_the_mask_of_what_it_averages():

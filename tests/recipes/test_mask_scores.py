@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from reference import LR, Net, data, train_step
@@ -39,20 +37,6 @@ def test_of_equal_scores_lbc_keeps_the_larger_weights(dtype):
     handle.finalize()
     indices = layer.weight.detach().reshape(-1, 4).nonzero()[:, 1].reshape(-1, 2)
     assert torch.equal(indices.sort(1).values, expected.sort(1).values)
-
-
-def test_a_better_score_beats_any_magnitude():
-    layer = nn.Linear(4, 1, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([[0.1, 5.0, 4.0, 0.2]]))
-    model = nn.Sequential(layer)
-    handle = nmrun.sparsify(
-        model, torch.optim.SGD(model.parameters(), 0.1), "lbc", "2:4", 10, exclude=None
-    )
-    (weight,) = handle.sparse
-    with torch.no_grad():
-        handle.recipe.scores(weight)[0, 0, 2] += 1e-3  # {0, 3}
-    assert handle.final_weight(weight).tolist() == [[pytest.approx(0.1), 0, 0, pytest.approx(0.2)]]
 
 
 # --- what is measured -----------------------------------------------------------------------------
@@ -149,22 +133,6 @@ def test_a_weight_of_one_group_that_keeps_all_stays_as_it_is():
         optimizer.zero_grad()
     handle.finalize()
     assert torch.equal(layer.weight.detach(), before)
-
-
-def test_each_step_draws_its_own_noise():
-    """Where neither scores nor temperature move, the noise alone moves the blend of masks."""
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    handle = nmrun.sparsify(
-        *(model, optimizer, "maskllm", "2:4", 6),
-        **{"exclude": None, "dense": 0.0, "kappa": (1.0, 1.0), "temperature": (1.0, 1.0)},
-    )
-    blends = []
-    for t in range(5):
-        blends.append([weight.parameter.detach().clone() for weight in handle.sparse])
-        train_step(model, optimizer, data(1)(t))
-    for one, other in itertools.combinations(blends, 2):
-        assert not any(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_a_step_too_many_moves_nothing_after_a_resume_either():

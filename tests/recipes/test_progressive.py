@@ -88,20 +88,6 @@ def test_paths_of_patterns():
             stepwise(Pattern(n, m))
 
 
-def test_phase_is_told():
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    handle = nmrun.sparsify(
-        model, optimizer, "mdgf_linear", "2:4", 10, dense=0.2, final=0.3, exclude=None
-    )
-    phases = []
-    for _ in range(10):
-        phases.append(handle.phase)
-        assert handle.is_sparse == (handle.phase == "sparse")
-        optimizer.step()
-    assert phases == ["dense"] * 2 + ["transition"] * 5 + ["sparse"] * 3
-
-
 def test_the_weight_a_run_would_leave_is_always_nm():
     for recipe in ("mdgf_linear", "sdgf_stepwise"):
         model = Net()

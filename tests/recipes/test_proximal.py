@@ -37,32 +37,6 @@ def test_no_point_of_a_grid_is_lower(n, m, strength):
         assert value <= on_a_grid(row, n, strength, 20) + 1e-12
 
 
-@pytest.mark.parametrize(("n", "m", "strength"), [(2, 4, 0.1), (2, 6, 0.7)])
-def test_no_descent_from_anywhere_ends_lower(n, m, strength):
-    """Gradient descent from 20 random points, within the orthant of z, where the minimum lies."""
-    torch.manual_seed(1)
-    z = torch.randn(20, m, dtype=torch.float64)
-    value = objective(proximal(z, Pattern(n, m), 1, strength), z, n, strength)
-    share = torch.rand(20, *z.shape, dtype=z.dtype) * (torch.rand(20, *z.shape) < 0.7)
-    for _ in range(150):
-        share.requires_grad_()
-        (slope,) = torch.autograd.grad(objective(share * z, z, n, strength).sum(), share)
-        share = (share - 0.2 * slope / z.square().clamp_min(0.05)).clamp(0, 1).detach()
-    assert (value <= objective(share * z, z, n, strength).amin(0) + 1e-9).all()
-
-
-def test_two_by_hand():
-    """1:2 at strength l: both stay where l < min / max, at (z1 - l z2, z2 - l z1) / (1 - l^2)."""
-    z = torch.tensor([[2.0, -1.0], [3.0, 1.0]], dtype=torch.float64)
-    minimiser = proximal(z, Pattern(1, 2), 1, 0.4)
-    torch.testing.assert_close(
-        minimiser,
-        torch.tensor([[1.6 / 0.84, -0.2 / 0.84], [3.0, 0.0]], dtype=z.dtype),
-        rtol=1e-5,
-        atol=0,
-    )
-
-
 def test_a_pattern_that_holds_stays():
     w = torch.tensor([[3.0, 0, 0, -2], [0, 0, 1, 0]])
     assert torch.equal(proximal(w, Pattern(2, 4), 1, 5.0), w)

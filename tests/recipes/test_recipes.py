@@ -294,15 +294,9 @@ def test_step_names_the_optimizer_it_needs(optimizer, instead):
         ("asp", {}, "asp needs total_steps.*prune_at=0"),
         (
             "asp",
-            {"prune_at": 1.0, "total_steps": 9},
-            "asp: prune_at=1.0: it takes a number at least 0 and below 1",
-        ),
-        (
-            "asp",
             {"prune_at": math.nan, "total_steps": 9},
             "asp: prune_at=nan: it takes a number at least 0 and below 1",
         ),
-        ("sr_ste", {"decay": -1.0}, "sr_ste: decay=-1.0: it takes a number at least 0"),
         (
             "step",
             {"total_steps": 9, "eps_mode": "in"},
@@ -314,17 +308,7 @@ def test_step_names_the_optimizer_it_needs(optimizer, instead):
             {"total_steps": 9, "switch": 1.0},
             "step: switch=1.0: it takes auto, auto_geometric, variance_ratio, gradient_norm or a fraction",
         ),
-        (
-            "step",
-            {"total_steps": 9, "switch": "0.5"},
-            "switch=0.5: it takes auto, auto_geometric, variance_ratio, gradient_norm or a fraction",
-        ),
         ("step", {"total_steps": 9, "t_min": 0.6}, "t_min=0.6, t_max=0.5 must be"),
-        (
-            "step",
-            {"total_steps": 9, "decay": -1.0},
-            "step: decay=-1.0: it takes a number at least 0",
-        ),
     ],
 )
 def test_values_out_of_range(recipe, hyperparameters, message):

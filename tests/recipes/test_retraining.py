@@ -181,25 +181,6 @@ def test_ast_is_the_authors_adamw(kind, rise, interval):
     torch.testing.assert_close(model.used, hand.used, rtol=1e-8, atol=1e-10)
 
 
-def test_ast_decays_pruned_weights_without_momentum():
-    """Where the gradients are 0 the first moments stay 0, and pruned weights alone move."""
-    model = Net()
-    optimizer = nmrun.optim.AdamW(model.parameters(), 1e-4, weight_decay=0.0)
-    handle = nmrun.sparsify(
-        model, optimizer, "ast", "2:4", TOTAL, decay=0.3, rise=0.0, exclude=None
-    )
-    before = [weight.dense.clone() for weight in handle.sparse]
-    for _ in range(3):
-        for weight in handle.sparse:
-            weight.parameter.grad = torch.zeros_like(weight.parameter)
-        optimizer.step()
-    for weight, w in zip(handle.sparse, before, strict=True):
-        mask = top(w, 2, 4).bool()
-        assert not optimizer.state[weight.parameter]["exp_avg"].any()
-        assert torch.equal(weight.dense[mask], w[mask])
-        assert (weight.dense[~mask].abs() < w[~mask].abs()).all()
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -359,14 +340,6 @@ def test_proxsparse_learns_masks_and_gives_the_weights_back():
     )  # it has learned something
     handle.finalize()
     nmrun.sparsity.check_nm(model, "2:4", exclude=None)
-
-
-def test_proxsparse_refuses_large_groups():
-    model = nn.Sequential(nn.Linear(32, 8))
-    with pytest.raises(ValueError, match="proximal steps are for groups of 8 at most"):
-        nmrun.sparsify(
-            model, torch.optim.SGD(model.parameters(), LR), "proxsparse", "2:16", 10, exclude=None
-        )
 
 
 # --- SQFT -----------------------------------------------------------------------------------------

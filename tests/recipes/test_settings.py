@@ -16,7 +16,7 @@ from nmrun.ranges import checks
 # of the papers or their code (docs/recipes says which); MaskLLM's dense start is ours
 PAPERS: dict[str, dict[str, Any]] = {
     "sr_ste": {"decay": 2e-4},
-    "step": {"switch": "auto", "t_min": 0.1, "t_max": 0.5, "decay": 0.0},
+    "step": {"switch": "auto", "t_min": 0.1, "t_max": 0.5, "eps_mode": "inside", "decay": 0.0},
     "bi_mask": {"interval": 100, "candidates": 100},
     "sdgf_geometric": {"frames": 4},
     "lbc": {"t_i": 0.0, "t_f": 0.5},

@@ -18,9 +18,7 @@ from training import train
 
 import nmrun
 from nmrun.fast import packed
-from nmrun.fast.packed import pack, positions
 from nmrun.lab.api.runs import Result
-from nmrun.patterns import Pattern
 from nmrun.recipes import RECIPES
 from nmrun.sparsity import check_nm, hard_threshold, nm_mask
 
@@ -77,12 +75,6 @@ def test_at_every_kernel_position_and_in_a_short_last_group():
         w = weights(8, inputs)
         mask = nm_mask(w, "4:2:8", pad=True)
         assert torch.equal(mask, by_hand(w, 4, 2, 8))
-
-
-def test_what_is_not_a_number_is_kept():
-    w = weights(4, 8)
-    w[1, 3] = torch.nan
-    assert nm_mask(w, "4:2:8")[1, 3]
 
 
 def test_a_check_looks_at_blocks():
@@ -184,19 +176,6 @@ def test_who_refuses_it(recipe, options, message):
     with one_line(ValueError, message):
         nmrun.sparsify(model, optimizer, recipe, "4:2:8", 10, **{"exclude": None, **options})
     assert not optimizer.state
-
-
-def test_packed_by_rows():
-    """What it is stored as is that of N:M."""
-    w = hard_threshold(weights(8, 16), "4:2:8")
-    values, places = pack(w, Pattern.parse("4:2:8"), 1)
-    as_nm = pack(w, Pattern(2, 8), 1)
-    assert torch.equal(values, as_nm[0])
-    assert torch.equal(places, as_nm[1])
-    assert torch.equal(
-        positions(places, len(values), Pattern.parse("4:2:8")),
-        positions(as_nm[1], len(values), Pattern(2, 8)),
-    )
 
 
 def used_elsewhere(run: Result, nmrun_cli: Any, root: Path) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from nmrun.patterns import Pattern
 from nmrun.sparsity import mvue, transposable_mask
 from nmrun.sparsity.masks import inclusion_probabilities
-from nmrun.sparsity.transposable import block_patterns
 
 
 def block_sums(weight: Tensor, mask: Tensor) -> Tensor:
@@ -39,17 +38,6 @@ def best_by_search(block: Tensor, n: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("n", "m", "count"), [(1, 2, 2), (1, 3, 6), (1, 4, 24), (2, 4, 90), (3, 4, 24), (4, 4, 1)]
-)
-def test_number_of_block_patterns(n, m, count):
-    blocks = block_patterns(n, m)
-    assert blocks.shape == (count, m, m)
-    assert len({tuple(b.flatten().tolist()) for b in blocks}) == count
-    assert (blocks.sum(1) == n).all()
-    assert (blocks.sum(2) == n).all()
-
-
-@pytest.mark.parametrize(
     ("n", "m"), [(1, 2), (2, 3), (1, 4), (2, 4), (3, 4), (2, 5), (3, 6), (1, 8)]
 )
 def test_transposable_mask_is_optimal_in_every_block(n, m):
@@ -66,17 +54,13 @@ def test_transposable_mask_is_optimal_in_every_block(n, m):
 
 
 def test_blocks_are_where_they_should_be():
+    assert transposable_mask(torch.zeros(0, 8), "1:8").shape == (0, 8)
     weight = torch.randn(8, 12)
     mask = transposable_mask(weight, "2:4")
     for i, j in itertools.product(range(0, 8, 4), range(0, 12, 4)):
         assert torch.equal(
             mask[i : i + 4, j : j + 4], transposable_mask(weight[i : i + 4, j : j + 4], "2:4")
         )
-    with pytest.raises(
-        ValueError,
-        match=r"transposable 2:4 mask needs a matrix with both sides multiples of 4, not \(8, 6\)",
-    ):
-        transposable_mask(torch.ones(8, 6), "2:4")
 
 
 # --- the minimum-variance unbiased estimate -------------------------------------------------------
@@ -139,18 +123,6 @@ def test_estimate_is_unbiased_with_exactly_n_picks_and_the_smallest_variance(n, 
     assert math.isclose(total, expected, rel_tol=0.15, abs_tol=1e-9)
 
 
-def test_two_of_four_by_hand():
-    """A dominant entry is kept as it is; otherwise all kept values have the same magnitude, half
-    the sum.
-    """
-    generator = torch.Generator().manual_seed(0)
-    dominant = mvue(torch.tensor([[10.0, -1.0, 2.0, 3.0]]).expand(50, 4), "2:4", 1, generator)
-    assert (dominant[:, 0] == 10.0).all()
-    assert set(dominant[:, 1:].flatten().tolist()) <= {0.0, -6.0, 6.0}
-    even = mvue(torch.tensor([[3.0, -3.0, 2.0, 2.0]]).expand(50, 4), "2:4", 1, generator)
-    torch.testing.assert_close(even[even != 0].abs(), torch.full((100,), 5.0))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
 def test_form_and_reproducibility(dtype, dim):
@@ -178,12 +150,6 @@ def test_a_short_last_group_is_one_that_zeros_fill_up(dim):
     assert torch.equal(estimate, expected.narrow(dim, 0, 7))
     p = inclusion_probabilities(x, Pattern(2, 4).over(7), dim)
     assert torch.equal(p, inclusion_probabilities(filled, "2:4", dim).narrow(dim, 0, 7))
-
-
-def test_no_gradient_goes_through_an_estimate():
-    x = torch.randn(4, 8, requires_grad=True)
-    assert not mvue(x, "2:4", 1).requires_grad
-    assert not inclusion_probabilities(x, "2:4", 1).requires_grad
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -59,25 +59,14 @@ RECIPES = {
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_flips_and_divergence_of_hand_made_masks(recipe):
     _, optimizer, handle = start(recipe, **RECIPES[recipe])
-    there = move(handle, optimizer, SECOND)
-    assert (
-        there["sparsity/flip_rate"],
-        there["sparsity/flip_interval"],
-        there["sparsity/sad"],
-    ) == (2 / 8, 1, 2)
-    assert there["sparsity/sad_since_first"] == 2 / 8
-    stay = move(handle, optimizer, SECOND)
-    assert (stay["sparsity/flip_rate"], stay["sparsity/sad"], stay["sparsity/sad_since_first"]) == (
-        0,
-        0,
-        2 / 8,
-    )
-    back = move(handle, optimizer, FIRST)
-    assert (back["sparsity/flip_rate"], back["sparsity/sad"], back["sparsity/sad_since_first"]) == (
-        2 / 8,
-        2,
-        0,
-    )
+    keys = ("flip_rate", "flip_interval", "sad", "sad_since_first")
+    for target, expected in (
+        (SECOND, (2 / 8, 1, 2, 2 / 8)),
+        (SECOND, (0, 1, 0, 2 / 8)),
+        (FIRST, (2 / 8, 1, 2, 0)),
+    ):
+        logged = move(handle, optimizer, target)
+        assert tuple(logged[f"sparsity/{key}"] for key in keys) == expected
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

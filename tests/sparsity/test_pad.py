@@ -120,22 +120,6 @@ def test_projections_by_brute_force(m, shape, dim, monkeypatch):
             assert rows(out, dim) == [[2 * x for x in row] for row in soft]
 
 
-def test_a_nan_of_a_short_group_is_kept():
-    weight = torch.tensor([[1.0, 2.0, 3.0, 4.0, torch.nan, 1.0, 2.0]])
-    assert nm_mask(weight, "1:4", pad=True).tolist() == [
-        [False, False, False, True, True, False, True]
-    ]
-
-
-@pytest.mark.parametrize(
-    "function", [nm_mask, hard_threshold, soft_threshold, soft_threshold_scale, check_nm]
-)
-@pytest.mark.parametrize("pattern", ["2:4", Pattern(2, 4, length=9)])
-def test_without_the_option_m_must_divide(function, pattern):
-    with pytest.raises(ValueError, match="2:4 needs dimension 1 to be a multiple of 4; it is 6"):
-        function(torch.ones(4, 6), pattern)
-
-
 def test_check_nm_counts_the_short_group():
     weight = torch.zeros(2, 7)
     weight[1, 4:6] = 1.0
@@ -360,29 +344,6 @@ def test_bi_mask_prunes_the_outputs_too():
     assert all(nonzeros <= 2 for nonzeros, _ in counts(filled.T, 4))
     assert torch.equal(backward, torch.where(backward != 0, used, 0.0))
     assert backward.any()
-
-
-@pytest.mark.parametrize("recipe", ["sr_ste", "lbc", "asp"])
-def test_goes_on_with_the_same_bits(recipe):
-    alone, cut, again = Net(), Net(), Net()
-    optimizer, _ = start(recipe, "2:4", alone, pad=True)
-    train(alone, optimizer, range(TOTAL), 10)
-    optimizer, _ = start(recipe, "2:4", cut, pad=True)
-    train(cut, optimizer, range(5), 10)
-    states = cut.state_dict(), optimizer.state_dict()
-    optimizer, _ = start(recipe, "2:4", again, pad=True)
-    for part, state in zip((again, optimizer), states, strict=True):
-        part.load_state_dict(state)
-    train(again, optimizer, range(5, TOTAL), 10)
-    assert all(map(torch.equal, alone.state_dict().values(), again.state_dict().values()))
-    assert torch.equal(alone.a.weight, again.a.weight)
-
-
-def test_t_sr_ste_needs_whole_groups_of_outputs():
-    with pytest.raises(
-        ValueError, match="6 outputs are not a multiple of 4, which a transposable mask needs"
-    ):
-        start("t_sr_ste", "2:4", nn.Linear(10, 6), pad=True, exclude=())
 
 
 def test_geometric_says_what_would_help():

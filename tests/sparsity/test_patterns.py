@@ -64,9 +64,3 @@ def test_forms_for_people_and_paths():
 def test_reading_patterns_needs_no_torch():
     code = "import sys, nmrun.patterns, nmrun.errors; sys.exit('torch' in sys.modules or 'hydra' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_what_yaml_makes_of_a_ratio_is_told():
-    """YAML 1.1 reads 2:4 in base 60."""
-    with pytest.raises(PatternError, match="in YAML in quotes"):
-        Pattern.parse(124)
