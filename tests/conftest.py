@@ -108,7 +108,6 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(compiler, "find_compiler", lambda: None)
     for module in (bf16, fused, int8, products):
         monkeypatch.setattr(module, "KERNELS", replace(module.KERNELS))
-    monkeypatch.setattr(cpu, "SPLIT", replace(cpu.SPLIT))
     cpu.load.cache_clear()
     yield
     cpu.load.cache_clear()

@@ -548,9 +548,7 @@ def estimated(x: Tensor, ratio: str, dim: int, seed: int = 7) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize(
-    "ratio", ["2:4", "1:4", "3:4", "2:8", pytest.param("3:16", marks=pytest.mark.minutes), "1:2"]
-)
+@pytest.mark.parametrize("ratio", ["2:4", "1:4", "3:4"])
 def test_the_estimate_is_unbiased_with_the_smallest_variance(ratio):
     """Equal columns are independent draws; probabilities are those of the float64 reference, whose
     tests have the closed form.
@@ -615,6 +613,7 @@ def test_estimates_at_the_edges():
         (x, "2:4", 1),
         (x.double(), "2:4", 0),
         (x.t(), "1:4", 0),
-        (x, "1:32", 0),
+        (x, "1:2", 0),
+        (x, "4:4", 0),
     ):
         assert not triton_mvue.applies(tensor, Pattern.parse(pattern), dim)

@@ -1,4 +1,4 @@
-"""Projections, Adam's step with a rule, and sums over masks on the CPU: the C files of this package, built
+"""Projections and Adam's step with a rule on the CPU: the C files of this package, built
 for one N:M (:mod:`nmrun.kernels.compiler`) and called through ctypes.
 
 Building takes about 0.5 s, with the step of Adam 1.8 s, and happens once a pattern and machine.
@@ -193,28 +193,3 @@ def step_adam(o: Operands, scalars: list[float]) -> None:
 
 def _of_step(o: Operands) -> ctypes.CDLL | None:
     return load(o.update.pattern, o.update.rule.pruned_weight_factor != 0, adam=True)
-
-
-SPLIT_PIECE = 4096  # entries, as in nm_split.c
-SPLIT_SMALLEST = 1 << 16  # entries; below, torch takes less than building pays back
-SPLIT = CFunctions("sums over a mask", ("nm_split",), (), "nmrun.kernels", {"nm_split": "ppnnnip"})
-
-
-def split(values: Tensor, mask: Tensor, squares: bool) -> Tensor | None:
-    """The sums of values, or of their squares, over the kept and over the pruned entries, on the
-    CPU in one pass. (2,), float64: the same bits on any number of threads. None where this
-    kernel does not apply: another dtype than float32 and bool, small tensors, stored in
-    different orders, no C compiler."""
-    fits = values.is_cpu and mask.is_cpu and values.dtype == torch.float32
-    if not fits or values.numel() < SPLIT_SMALLEST or not stored_alike(values, mask):
-        return None
-    if SPLIT.obstacle():
-        return None
-    _, (values, mask) = as_stored(0, values, mask)
-    count = values.numel()
-    pieces = -(-count // SPLIT_PIECE)
-    sums = torch.empty(pieces, 2, dtype=torch.float64)
-    tensors = (values.data_ptr(), mask.data_ptr(), count)
-    operands = (*tensors, BEGIN, END, int(squares), sums.data_ptr())
-    in_parts(SPLIT.load().nm_split, operands, pieces, count)
-    return sums.sum(0)

@@ -2,8 +2,8 @@
 one read and one write.
 
 In float32, where the reference works in float64: probabilities are off by some 1e-7 of themselves.
-Groups of four, the pattern of the hardware, are four registers of a thread: threads exchange
-nothing.
+It is for groups of four, the pattern of the hardware: they are four registers of a thread, and
+threads exchange nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from nmrun.kernels.layout import LARGEST
 from nmrun.kernels.triton_groups import DTYPES, on
 from nmrun.patterns import Pattern
 
-LARGEST_M = 16  # the sums along a group are unrolled
 TILE = 4096  # entries a program has at most
 TINY = tl.constexpr(2.0**-120)
 
@@ -86,70 +85,35 @@ def estimate_four(a, b, c, d, start, N: tl.constexpr):
 
 
 @triton.jit
-def _estimate_any(value, start, N: tl.constexpr, M: tl.constexpr, P: tl.constexpr):
-    """The estimates of a tile whose first dimension is the place in the group."""
-    size, j = tl.abs(value), tl.arange(0, P)[:, None]
-    share = tl.zeros_like(size)
-    capped = size < 0
-    for _ in range(N + 1):
-        rest = tl.where(capped, 0.0, size)
-        room = N - tl.sum(capped.to(tl.float32), 0)[None, :]
-        total = tl.sum(rest, 0)[None, :]
-        share = tl.where(total > 0, room * rest / tl.where(total > 0, total, 1.0), 0.0)
-        capped = capped | (share >= 1.0)
-    p = tl.where(capped, 1.0, share)
-    whole = tl.floor(tl.sum(p, 0) + 0.5)
-    end, before = tl.zeros_like(start), tl.zeros_like(start)
-    mask = size < 0
-    for k in tl.static_range(M):
-        end += tl.sum(tl.where(j == k, p, 0.0), 0)
-        tick = tl.floor(tl.minimum(end, whole) + start if k < M - 1 else whole + start)
-        mask = mask | ((j == k) & (tick > before)[None, :])
-        before = tick
-    mask = mask & (p > 0)
-    estimate = tl.where(mask, tl.div_rn(value, tl.where(mask, p, 1.0)), 0.0)
-    broken = tl.max((~(size < float("inf"))).to(tl.int32), 0)[None, :] > 0
-    return tl.where(broken, float("nan"), estimate)
-
-
-@triton.jit
-def estimate_one(x, out, seed, inner, N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Groups of M entries ``inner`` apart; side by side in memory are the groups of a line, each
+def estimate_one(x, out, seed, inner, N: tl.constexpr, COLUMNS: tl.constexpr):
+    """Groups of four entries ``inner`` apart; side by side in memory are the groups of a line, each
     with a uniform number of its own."""
     blocks = tl.cdiv(inner, COLUMNS)
     line, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     exists = column < inner
     start = uniform(tl.load(seed), line * inner + column)
-    first = line * M * inner + column
-    if M == 4 and N < 4:
-        a = tl.load(x + first, exists, other=0.0).to(tl.float32)
-        b = tl.load(x + first + inner, exists, other=0.0).to(tl.float32)
-        c = tl.load(x + first + 2 * inner, exists, other=0.0).to(tl.float32)
-        d = tl.load(x + first + 3 * inner, exists, other=0.0).to(tl.float32)
-        a, b, c, d = estimate_four(a, b, c, d, start, N)
-        tl.store(out + first, a.to(out.dtype.element_ty), exists)
-        tl.store(out + first + inner, b.to(out.dtype.element_ty), exists)
-        tl.store(out + first + 2 * inner, c.to(out.dtype.element_ty), exists)
-        tl.store(out + first + 3 * inner, d.to(out.dtype.element_ty), exists)
-    else:
-        j = tl.arange(0, P)[:, None]
-        offset, exists = first[None, :] + j * inner, exists[None, :] & (j < M)
-        value = tl.load(x + offset, exists, other=0.0).to(tl.float32)
-        estimate = _estimate_any(value, start, N, M, P)
-        tl.store(out + offset, estimate.to(out.dtype.element_ty), exists)
+    first = line * 4 * inner + column
+    a = tl.load(x + first, exists, other=0.0).to(tl.float32)
+    b = tl.load(x + first + inner, exists, other=0.0).to(tl.float32)
+    c = tl.load(x + first + 2 * inner, exists, other=0.0).to(tl.float32)
+    d = tl.load(x + first + 3 * inner, exists, other=0.0).to(tl.float32)
+    a, b, c, d = estimate_four(a, b, c, d, start, N)
+    tl.store(out + first, a.to(out.dtype.element_ty), exists)
+    tl.store(out + first + inner, b.to(out.dtype.element_ty), exists)
+    tl.store(out + first + 2 * inner, c.to(out.dtype.element_ty), exists)
+    tl.store(out + first + 3 * inner, d.to(out.dtype.element_ty), exists)
 
 
 def applies(x: Tensor, pattern: Pattern, dim: int) -> bool:
-    """Whether :func:`estimate` can do this: 16 or 32 bits, contiguous, groups along a dimension
-    that is not the last, M up to 16."""
-    inner = x.shape[dim + 1 :].numel()
+    """Whether :func:`estimate` can do this: 1:4 to 3:4, 16 or 32 bits, contiguous, groups along a
+    dimension that is not the last."""
     return (
         x.dtype in DTYPES
         and x.is_contiguous()
-        and inner > 1
-        and pattern.m <= LARGEST_M
-        and x.shape[dim] % pattern.m == 0
+        and x.shape[dim + 1 :].numel() > 1
+        and pattern.n < pattern.m == 4
+        and x.shape[dim] % 4 == 0
         and 0 < x.numel() < LARGEST
     )
 
@@ -157,12 +121,9 @@ def applies(x: Tensor, pattern: Pattern, dim: int) -> bool:
 def estimate(x: Tensor, out: Tensor, pattern: Pattern, dim: int, seed: Tensor) -> None:
     """Write the estimate of ``x`` into ``out``; ``seed`` is an integer on the device, so that
     nothing waits for it."""
-    inner, lines = x.shape[dim + 1 :].numel(), x.shape[: dim + 1].numel() // pattern.m
-    width = triton.next_power_of_2(pattern.m)
-    # in the general form threads exchange sums: a smaller tile
-    most = (TILE if pattern.m == 4 else TILE // 4) // width
-    columns = min(most, triton.next_power_of_2(inner))
+    inner, lines = x.shape[dim + 1 :].numel(), x.shape[: dim + 1].numel() // 4
+    columns = min(TILE // 4, triton.next_power_of_2(inner))
     with on(x):
         estimate_one[(lines * triton.cdiv(inner, columns),)](
-            x, out, seed, inner, pattern.n, pattern.m, width, columns, enable_fp_fusion=False
+            x, out, seed, inner, pattern.n, columns, enable_fp_fusion=False
         )

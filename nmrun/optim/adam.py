@@ -272,37 +272,33 @@ def gradients(group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def second_moment_change(
-    adam: Adam, params: Iterable[Tensor], logs: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
+def second_moment_change(adam: Adam, params: Iterable[Tensor], logs: bool = True) -> Tensor:
     """AutoSwitch's sample: how far the next step would move the second moment, over all
     coordinates. For step t, ``v_t = beta2 v_(t-1) + (1 - beta2) g^2`` (Kingma and Ba 2015). So
     ``dv = (1 - beta2) (g^2 - v)`` is known from the gradients, without a copy of v. Returns
     ``sum |dv|``; ``sum log |dv|`` and the number of coordinates, both where dv is
-    not 0. With ``logs=False``, which saves most of the time, the second and third are 0. All are
-    0-dimensional float64 tensors on the device."""
-    ids = {id(p) for p in params}
-    sizes: list[Tensor] = []
-    log_sum: list[Tensor] = []
-    nonzero: list[Tensor] = []
+    not 0. With ``logs=False``, which saves most of the time, the second and third are 0. (3,),
+    float64, on the device."""
+    ids, rows = {id(p) for p in params}, []
     for group in adam.param_groups:
         parameters = [p for p in group["params"] if id(p) in ids and p.grad is not None]
-        if not parameters:
-            continue
         rest = 1 - group["betas"][1]
         for p, grad in zip(parameters, gradients(group, parameters), strict=True):
             v = adam.state.get(p, {}).get("exp_avg_sq")
-            v = None if v is None else local(v)
-            far = grad.square() if v is None else torch.addcmul(v, grad, grad, value=-1).abs_()
-            sizes.append(far.sum().double() * rest)
+            far = (
+                grad.square() if v is None else torch.addcmul(local(v), grad, grad, value=-1).abs_()
+            )
+            size = far.sum().double() * rest
+            count = log_sum = torch.zeros_like(size)
             if logs:
                 moved = far > 0
-                nonzero.append(moved.sum().double())
-                logs_of_moved = torch.where(moved, far, 1.0).log().sum(dtype=torch.float64)
-                log_sum.append(logs_of_moved + nonzero[-1] * math.log(rest))
-    zero = torch.zeros((), dtype=torch.float64, device=sizes[0].device if sizes else None)
-    sums = [torch.stack(parts).sum() if parts else zero for parts in (sizes, log_sum, nonzero)]
-    return sums[0], sums[1], sums[2]
+                count = moved.sum().double()
+                log_sum = torch.where(moved, far, 1.0).log().sum(dtype=torch.float64)
+                log_sum = log_sum + count * math.log(rest)
+            rows.append((size, log_sum, count))
+    if not rows:
+        return torch.zeros(3, dtype=torch.float64)
+    return torch.stack([torch.stack(column).sum() for column in zip(*rows, strict=True)])
 
 
 def second_moment_sum(adam: Adam, params: Iterable[Tensor]) -> Tensor:

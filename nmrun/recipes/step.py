@@ -90,8 +90,7 @@ class STEP(Recipe):
             raise ConfigError(
                 "step: the parameter groups with sparse weights must share beta2 and eps, the switch pools them"
             )
-        beta2, eps = groups[0]["betas"][1], groups[0]["eps"]
-        if late := self.switching.prepare(beta2, eps, weights[0].dense.device):
+        if late := self.switching.prepare(groups[0]["betas"][1], weights[0].dense.device):
             self.say(late)
 
     def detach(self, optimizer: torch.optim.Optimizer) -> None:

@@ -63,11 +63,11 @@ class Switch:
         raise NotImplementedError
 
     def metrics(self) -> dict[str, float]:
-        raise NotImplementedError
+        return {}
 
     # --- what follows from it ---------------------------------------------------------------------
 
-    def prepare(self, beta2: float, eps: float, device: torch.device) -> str:
+    def prepare(self, beta2: float, device: torch.device) -> str:
         """Make room for this optimizer's samples; returns what the user should know beforehand, if
         anything."""
         self.window = torch.zeros(self.length(float(beta2)), dtype=torch.float64, device=device)
@@ -142,9 +142,6 @@ class Fixed(Switch):
     def reason(self, by: str, step: int) -> str:
         return f"fixed switch point, {self.last} steps"
 
-    def metrics(self) -> dict[str, float]:
-        return {}
-
 
 def steps_of(beta2: float) -> int:
     """``1 / (1 - beta2)``: over how many steps Adam's second moment averages."""
@@ -189,26 +186,24 @@ class AutoSwitch(Switch):
         self.eps = float("nan")
         # what the mean of samples is compared to: (1 - beta2) times that of v
         self.size = torch.ones((), dtype=torch.float64)
-        self.rest = float("nan")  # 1 - beta2
 
     @property
     def ready(self) -> bool:
         return self.samples >= (1 if self.partial else len(self.window))
 
-    def prepare(self, beta2: float, eps: float, device: torch.device) -> str:
-        super().prepare(beta2, eps, device)
-        self.eps, self.rest, self.size = float(eps), 1 - float(beta2), self.size.to(device)
-        if len(self.window) > self.last and not self.partial:
-            return (
-                f"STEP switches at step {self.last + 1} (t_max), before AutoSwitch's window of "
-                f"{len(self.window):,} steps is full"
-            )
-        return ""
+    def prepare(self, beta2: float, device: torch.device) -> str:
+        super().prepare(beta2, device)
+        if self.partial or len(self.window) <= self.last:
+            return ""
+        return (
+            f"STEP switches at step {self.last + 1} (t_max), before AutoSwitch's window of "
+            f"{len(self.window):,} steps is full"
+        )
 
     def observe(self, weights: Sequence[SparseWeight], adam: Adam) -> None:
         parameters = [weight.parameter for weight in weights]
         group = adam.groups_of(parameters)[0]  # a loaded one may have another eps
-        self.eps, self.rest = float(group["eps"]), 1 - float(group["betas"][1])
+        self.eps, rest = float(group["eps"]), 1 - float(group["betas"][1])
         with_gradient = [weight for weight in weights if weight.grad is not None]
         count = sum(weight.shape.numel() for weight in with_gradient)
         if not count:
@@ -216,13 +211,13 @@ class AutoSwitch(Switch):
 
         def change(part: Sequence[SparseWeight]) -> Tensor:
             own = [weight.parameter for weight in part]
-            return torch.stack(second_moment_change(adam, own, logs=self.geometric))
+            return second_moment_change(adam, own, logs=self.geometric)
 
         total, logs, nonzero = global_sum(weights, change).unbind()
         self.keep((logs / nonzero).exp().nan_to_num(0.0) if self.geometric else total / count)
         if self.threshold is not None:
             total = global_sum(with_gradient, lambda part: _second_moment(part, adam))
-            self.size = self.rest * total / count
+            self.size = rest * total / count
 
     def measure(self) -> Tensor:
         mean = self.window[: self.samples].mean()

@@ -7,8 +7,9 @@ import functools
 import itertools
 import re
 import types
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -212,7 +213,7 @@ def plain_name(name: str) -> str:
     return re.sub(WRAPPED, "", name)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Candidate:
     """A parameter of two dimensions or more under one of its names, which may become sparse.
 
@@ -267,46 +268,47 @@ class Candidate:
 def named_parameters(model: nn.Module) -> list[Candidate]:
     """All parameters with two dimensions or more: an entry for each name, in the order of the
     modules, without axes and obstacles."""
-    parameters = [
+    found = [
         Candidate(module_name, module, attribute, parameter)
         for module_name, module in model.named_modules(remove_duplicate=False)
         for attribute, parameter in module._parameters.items()
-        if parameter is not None and _is_matrix(parameter)
+        if isinstance(parameter, UninitializedParameter)
+        or (parameter is not None and parameter.dim() >= 2)
     ]
-    names: dict[int, list[str]] = {}
-    for each in parameters:
-        names.setdefault(id(each.parameter), []).extend((each.name, plain_name(each.name)))
-    return [replace(p, names=tuple(dict.fromkeys(names[id(p.parameter)]))) for p in parameters]
+    names: dict[int, list[str]] = defaultdict(list)
+    for each in found:
+        names[id(each.parameter)] += [each.name, plain_name(each.name)]
+    for each in found:
+        each.names = tuple(dict.fromkeys(names[id(each.parameter)]))
+    return found
 
 
-def with_axes(
+def complete(
     model: nn.Module,
     parameters: Sequence[Candidate],
     named_dim: Callable[[Candidate], int | None],
-) -> list[Candidate]:
-    """The same entries with axes and obstacles. ``named_dim``: the input dimension that the user
+) -> None:
+    """Give the entries axes and obstacles. ``named_dim``: the input dimension that the user
     named, or None. Names of one parameter that differ in their axes, or of which one has an
     obstacle, are obstacles to each other."""
-    prefixes = _adapters(model)
-    entries = [_complete(each, named_dim(each), prefixes) for each in parameters]
-    same: dict[int, list[Candidate]] = {}
-    for each in entries:
-        same.setdefault(id(each.parameter), []).append(each)
-    return [replace(p, obstacle=p.obstacle or _tie(p, same[id(p.parameter)])) for p in entries]
-
-
-def _is_matrix(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, UninitializedParameter) or parameter.dim() >= 2
-
-
-def _complete(entry: Candidate, dim: int | None, prefixes: Sequence[str]) -> Candidate:
-    meaning = axes(entry.module).get(entry.attribute)
-    if dim is not None:
-        meaning = axes_along(dim, len(entry.shape))
-    reason = obstacle(entry.module, entry.attribute, named=dim is not None)
-    adapter = any(ADAPTER.fullmatch(part) for part in entry.name.split("."))
-    adapter = adapter or f"{entry.name}.".startswith(tuple(prefixes))
-    return replace(entry, axes=meaning, obstacle=reason, adapter=adapter)
+    # PEFT's layers name the children that are adapters; modules_to_save is a whole layer among them
+    adapters = tuple(
+        f"{name}.{child}.".lstrip(".")
+        for name, module in model.named_modules(remove_duplicate=False)
+        for child in getattr(module, "adapter_layer_names", ())
+        if child != "modules_to_save"
+    )
+    same: dict[int, list[Candidate]] = defaultdict(list)
+    for each in parameters:
+        dim, meaning = named_dim(each), axes(each.module).get(each.attribute)
+        each.axes = meaning if dim is None else axes_along(dim, len(each.shape))
+        each.obstacle = obstacle(each.module, each.attribute, named=dim is not None)
+        by_name = any(ADAPTER.fullmatch(part) for part in each.name.split("."))
+        each.adapter = by_name or f"{each.name}.".startswith(adapters)
+        same[id(each.parameter)].append(each)
+    ties = [_tie(each, same[id(each.parameter)]) for each in parameters]
+    for each, tie in zip(parameters, ties, strict=True):
+        each.obstacle = each.obstacle or tie
 
 
 def _tie(entry: Candidate, same: Sequence[Candidate]) -> str:
@@ -318,14 +320,3 @@ def _tie(entry: Candidate, same: Sequence[Candidate]) -> str:
         if other.axes != entry.axes:
             return f"tied to {other.name}, which sums over another dimension"
     return ""
-
-
-def _adapters(model: nn.Module) -> list[str]:
-    """The prefixes of adapters: PEFT's layers name the children that belong to one.
-    ``modules_to_save`` among them is a whole layer, trained in full."""
-    return [
-        f"{name}.{child}.".lstrip(".")
-        for name, module in model.named_modules(remove_duplicate=False)
-        for child in getattr(module, "adapter_layer_names", ())
-        if child != "modules_to_save"
-    ]

@@ -14,8 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nmrun.kernels import cpu
-from nmrun.kernels.layout import has_memory, local
+from nmrun.kernels.layout import local
 from nmrun.sparsity.processes import added, alike, global_sum
 from nmrun.sparsity.weight import FIRST_MASK, SparseWeight
 
@@ -185,10 +184,8 @@ _SHIFTS = torch.arange(8, dtype=torch.uint8).unsqueeze(1)
 
 def split(values: Tensor, mask: Tensor, squares: bool = False) -> list[Tensor]:
     """The sums of ``values``, or of their squares, over the kept and over the pruned entries:
-    0-dimensional and float64. In one pass where the compiled kernel applies. Else piece by piece on
-    a CPU: what is computed on the way stays in the cache."""
-    if has_memory(values) and (sums := cpu.split(values, mask, squares)) is not None:
-        return list(sums)
+    0-dimensional and float64. Piece by piece on a CPU: what is computed on the way stays in the
+    cache."""
     size = PIECE if values.is_cpu else max(1, values.numel())
     total = values.new_zeros(2, dtype=torch.float64)
     for piece, kept in zip(values.flatten().split(size), mask.flatten().split(size), strict=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import nn
@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 from nmrun.errors import ConfigError, raise_all, refused
 from nmrun.patterns import Pattern, PatternError
 from nmrun.sparsity.layers import Candidate as Candidate
-from nmrun.sparsity.layers import axes, is_conv1d, is_embedding, named_parameters, with_axes
+from nmrun.sparsity.layers import axes, complete, is_conv1d, is_embedding, named_parameters
 
 Refuses = Callable[[Sequence[int], int, Pattern], str]  # (shape, outputs, pattern) -> reason
 
@@ -96,26 +96,26 @@ def select(
     for entry in options.parameters:
         text, override = options.override(entry)
         ratio = override or pattern
-        if (first := first_names.get(id(entry.parameter))) is not None:
-            if not first:
-                continue
-            reason = options.reason(entry) or f"tied to {first}"
+        first = first_names.get(id(entry.parameter))
+        if first == "":
+            continue
+        reason = options.reason(entry)
+        if first is not None:
+            reason = reason or f"tied to {first}"
         else:
-            reason = options.reason(entry) or _training_obstacle(entry, owned)
-            if override and not reason:
-                unfit = _size_obstacle(entry, ratio, pad)
-                fits[text] = unfit and fits.get(text, f"{entry.name} with {ratio}: {unfit}")
-            reason = (
-                reason
-                or _size_obstacle(entry, ratio, pad)
-                or _recipe_obstacle(entry, ratio, refuses)
-            )
+            reason = reason or _training_obstacle(entry, owned)
+            if not reason:
+                reason = _size_obstacle(entry, ratio, pad)
+                if override:
+                    unfit = fits.get(text, f"{entry.name} with {ratio}: {reason}")
+                    fits[text] = reason and unfit
+                reason = reason or _recipe_obstacle(entry, ratio, refuses)
             first_names[id(entry.parameter)] = entry.name if reason else ""
         if reason:
             dense.append(LeftDense(entry.name, entry.shape, reason))
         else:
-            padded = ratio.over(entry.shape[entry.dim]) if pad else ratio
-            sparse.append(replace(entry, pattern=padded))
+            entry.pattern = ratio.over(entry.shape[entry.dim]) if pad else ratio
+            sparse.append(entry)
     raise_all([f"overrides: {text!r} fits no layer: {why}" for text, why in fits.items() if why])
     return sparse, dense
 
@@ -181,7 +181,7 @@ class Options:
     ) -> None:
         self.parameters = named_parameters(model)
         named = [self._dim(text, dim) for text, dim in (dims or {}).items()]
-        self.parameters = with_axes(model, self.parameters, lambda each: _first(named, each.names))
+        complete(model, self.parameters, lambda each: _first(named, each.names))
         unwanted = _several(exclude)
         self._include = None if include is None else self._modules("include", _several(include))
         self._exclude = self._modules("exclude", [text for text in unwanted if text != AUTO])
@@ -258,11 +258,10 @@ def _ends(model: nn.Module, parameters: Sequence[Candidate]) -> dict[str, str]:
     adapters = {each.module_name for each in parameters if each.adapter}
     layers = [n for n, module in model.named_modules() if axes(module) and n not in adapters]
     last, first = heads(model, layers), first_layer(model)
-    directions = (
-        () if first is None else (first, f"{first}_reverse")
-    )  # the two directions of an RNN
     ends = {each.name: HEAD for each in parameters if each.module_name in last}
-    return ends | {each.name: FIRST for each in parameters if each.name in directions}
+    if first is not None:  # of an RNN both directions
+        ends |= {p.name: FIRST for p in parameters if p.name in (first, f"{first}_reverse")}
+    return ends
 
 
 def _several(texts: str | Sequence[str] | None) -> list[str]:

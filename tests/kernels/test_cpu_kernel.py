@@ -444,7 +444,7 @@ def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
 
 def test_what_was_built_is_of_its_sources_flags_and_processor(builds, tmp_path, monkeypatch):
     """A cache may be shared between machines: none is handed the other's code."""
-    asked = [("nm_parts",), ("nm_parts", "-DN=2"), ("nm_parts", "-DN=3"), ("nm_split",)]
+    asked = [("nm_parts",), ("nm_parts", "-DN=2"), ("nm_parts", "-DN=3"), ("nm_adam",)]
     assert [builds(*words) for words in asked] == [1, 2, 3, 4]
     assert [builds(*words) for words in asked] == [4] * 4
     monkeypatch.setattr(c_library, "cpuinfo", lambda: {"flags": "avx512f avx512_bf16"})

@@ -256,10 +256,10 @@ def test_a_cached_file_that_was_changed_or_is_not_ours_is_built_anew(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def built() -> bool:
-        return compiler.library("nm_split", ("nm_split",)) is not None  # the smallest
+        return compiler.library("nm_parts", ("nm_parts",)) is not None  # the smallest
 
     assert built()
-    (library,) = (tmp_path / "nmrun" / "kernels").glob("nm_split-*.so")
+    (library,) = (tmp_path / "nmrun" / "kernels").glob("nm_parts-*.so")
     whole = library.read_bytes()
 
     def other(content: bytes) -> None:  # this process has the first one open
