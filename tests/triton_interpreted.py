@@ -206,14 +206,14 @@ def test_weights_of_many_kinds_in_one_batch():
     batch.project(members)
     check()
 
-    tables = [launch.table._rows for launch in launches]
+    tables = [launch._rows for launch in launches]
     before = [rows.clone() for rows in tables]
     weights[1].mul_(-1)
     outs[1].set_(torch.zeros_like(outs[1]).untyped_storage(), 0, outs[1].shape)  # other memory
     batch.project(members)
     check()
     # a captured graph reads them
-    assert all(a is launch.table._rows for a, launch in zip(tables, launches, strict=True))
+    assert all(a is launch._rows for a, launch in zip(tables, launches, strict=True))
     assert batch.launches.of(members) is launches
     assert sum(not torch.equal(a, b) for a, b in zip(tables, before, strict=True)) == 1
 

@@ -113,13 +113,13 @@ class FusedAdam:
         self.scalars.copy_(torch.tensor(scalars, dtype=torch.float32), non_blocking=True)
         updates = [o.update for o in members]
         batch = [(u.dense, u.projected, u.pattern, u.dim) for u in updates]
-        for indices, table, constants in self._launches.of(batch):
-            rows = table.rows([
+        for launch in self._launches.of(batch):
+            rows = launch.rows([
                 (*members[i].all, updates[i].rule.mask, updates[i].rule.soft_threshold_scale)
-                for i in indices
+                for i in launch.members
             ])  # fmt: skip
             with on(rows):
-                adam_many[(table.programs,)](
-                    rows, table.owner, self.scalars, **constants, **self._constants, COUPLED=scalars[1] != 0, FROZEN=frozen,
+                adam_many[(launch.programs,)](
+                    rows, launch.owner, self.scalars, **launch.constants, **self._constants, COUPLED=scalars[1] != 0, FROZEN=frozen,
                     FIELDS=rows.shape[1], enable_fp_fusion=False,
                 )  # fmt: skip

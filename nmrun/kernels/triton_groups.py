@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 import triton
@@ -162,7 +163,7 @@ def project_tile(w, mask, shift, amount, MODE: tl.constexpr, DTYPE: tl.constexpr
 
 @triton.jit
 def pointer(row, field, DTYPE: tl.constexpr):
-    """A pointer from a table; :class:`LaunchTable` sees to it that 16 divides it."""
+    """A pointer from a table; :class:`Launch` sees to it that 16 divides it."""
     return tl.multiple_of(tl.load(row + field).to(tl.pointer_type(DTYPE)), 16)
 
 
@@ -174,29 +175,22 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 def shape_of(
     weight: Tensor, pattern: Pattern, dim: int, tile: int = TILE
-) -> tuple[Sizes, dict[str, Any]]:
-    """((columns, elements between neighbours of a group, size of the dimension), the kernel's
-    constants) for one weight."""
+) -> tuple[Sizes, int, dict[str, Any]]:
+    """((columns, elements between neighbours of a group, size of the dimension), how many programs
+    one weight takes, the kernel's constants)."""
     dim, (weight,) = as_stored(dim, weight)
     inner, size = weight.shape[dim + 1 :].numel(), weight.shape[dim]
-    columns = weight.shape[:dim].numel() * -(-size // pattern.m) * inner
+    lines = weight.shape[:dim].numel() * -(-size // pattern.m)
     width = triton.next_power_of_2(pattern.m)
     across = max(128 if inner > 1 else 1, tile // width)
+    wide = inner % 16 == 0 and inner >= across
     constants = {
         "N": pattern.n, "M": pattern.m, "P": width, "STRIDED": inner > 1, "SHORT": size % pattern.m > 0,
-        "COLUMNS": across, "WIDE": inner % 16 == 0 and inner >= across,
+        "COLUMNS": across, "WIDE": wide,
     }  # fmt: skip
-    return (columns, inner, size), constants
-
-
-def programs_of(sizes: Sizes, constants: dict[str, Any]) -> int:
-    """How many programs one weight takes, by :func:`shape_of`."""
-    (columns, inner, _), across = sizes, constants["COLUMNS"]
-    return (
-        columns // inner * triton.cdiv(inner, across)
-        if constants["WIDE"]
-        else triton.cdiv(columns, across)
-    )
+    columns = lines * inner
+    programs = lines * triton.cdiv(inner, across) if wide else triton.cdiv(columns, across)
+    return (columns, inner, size), programs, constants
 
 
 def applies(weight: Tensor, out: Tensor, pattern: Pattern, dim: int) -> bool:
@@ -223,26 +217,33 @@ def readable(weight: Tensor, out: Tensor) -> bool:
     )
 
 
-class LaunchTable:
-    """Sizes and addresses of weights that share a launch, on their device; written anew only when a
-    tensor has moved.
+class Launch:
+    """Weights that share a launch, by their indices in a batch: their sizes and addresses on the
+    device, written anew only when a tensor has moved.
 
     A row has the number of columns, the elements between neighbours of a group, the size of the
     dimension, the first program. The addresses of the kernel's tensors follow.
     """
 
-    def __init__(
-        self, sizes: Sequence[Sizes], programs: Sequence[int], device: torch.device
-    ) -> None:
-        self.programs = sum(programs)
-        first = [sum(programs[:i]) for i in range(len(programs))]
-        self.sizes = [[*size, program] for size, program in zip(sizes, first, strict=True)]
-        counts = torch.tensor(programs)
-        self.owner = (
-            torch.arange(len(programs), dtype=torch.int32).repeat_interleave(counts).to(device)
-        )
+    def __init__(self, constants: dict[str, Any], device: torch.device) -> None:
+        self.constants, self.device = constants, device
+        self.members: list[int] = []
+        self.programs = 0
+        self._sizes: list[list[int]] = []
         self._addresses: list[list[int]] = []
         self._rows = torch.empty(0, dtype=torch.int64, device=device)
+
+    def add(self, member: int, sizes: Sizes, programs: int) -> None:
+        self.members.append(member)
+        self._sizes.append([*sizes, self.programs])
+        self.programs += programs
+
+    @cached_property
+    def owner(self) -> Tensor:
+        """The row of each program."""
+        counts = torch.tensor([*(row[3] for row in self._sizes), self.programs]).diff()
+        rows = torch.arange(len(self.members), dtype=torch.int32)
+        return rows.repeat_interleave(counts).to(self.device)
 
     def rows(self, tensors: Sequence[Sequence[Tensor | None]]) -> Tensor:
         """The table (weights, fields) for these tensors of each weight. Raises ValueError for one
@@ -251,23 +252,13 @@ class LaunchTable:
         if addresses != self._addresses:
             if any(address % 16 for row in addresses for address in row):
                 raise ValueError("a tensor of a table must begin at a multiple of 16 bytes")
-            rows = [size + row for size, row in zip(self.sizes, addresses, strict=True)]
+            rows = [size + row for size, row in zip(self._sizes, addresses, strict=True)]
             if not self._rows.numel():
-                self._rows = torch.empty(
-                    len(rows), len(rows[0]), dtype=torch.int64, device=self.owner.device
-                )
+                self._rows = self._rows.new_empty(len(rows), len(rows[0]))
             # in place: a captured graph reads this tensor
             self._rows.copy_(torch.tensor(rows), non_blocking=True)
             self._addresses = addresses
         return self._rows
-
-
-class Launch(NamedTuple):
-    """Weights, by their indices, that one launch can take."""
-
-    members: list[int]
-    table: LaunchTable
-    constants: dict[str, Any]
 
 
 class Launches:
@@ -293,25 +284,18 @@ class Launches:
         return self._made[key]
 
     def _make(self, batch: Sequence[tuple[Tensor, Tensor, Pattern, int]]) -> list[Launch]:
-        alike: dict[tuple[Any, ...], list[tuple[int, Sizes, int]]] = {}
-        constants_of: dict[tuple[Any, ...], dict[str, Any]] = {}
+        alike: dict[tuple[Any, ...], Launch] = {}
         for i, (weight, out, pattern, dim) in enumerate(batch):
             dim %= max(1, weight.dim())
             if not applies(weight, out, pattern, dim):
                 raise ValueError(
                     f"weight {i} of the batch, {list(weight.shape)} {weight.dtype}, is none for the kernels"
                 )
-            sizes, constants = shape_of(weight, pattern, dim, self._tile)
+            sizes, programs, constants = shape_of(weight, pattern, dim, self._tile)
             constants |= {"WEIGHT": DTYPES[weight.dtype], "OUT": DTYPES[out.dtype]}
             key = weight.device, *constants.values()
-            constants_of[key] = constants
-            alike.setdefault(key, []).append((i, sizes, programs_of(sizes, constants)))
-        result = []
-        for key, those in alike.items():
-            members, sizes_of, programs = zip(*those, strict=True)
-            table = LaunchTable(sizes_of, programs, key[0])
-            result.append(Launch(list(members), table, constants_of[key]))
-        return result
+            alike.setdefault(key, Launch(constants, weight.device)).add(i, sizes, programs)
+        return list(alike.values())
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

@@ -20,7 +20,6 @@ from nmrun.kernels.triton_groups import (
     locate,
     on,
     pointer,
-    programs_of,
     project_tile,
     select,
     shape_of,
@@ -99,9 +98,9 @@ def project(
         scale is not None and scale.device != weight.device
     ):
         return False
-    sizes, constants = shape_of(weight, pattern, dim)
+    sizes, programs, constants = shape_of(weight, pattern, dim)
     with on(weight):
-        project_one[(programs_of(sizes, constants),)](
+        project_one[(programs,)](
             weight, out, scale, float(amount), *sizes, **constants, MODE=MODES[mode], SCALED=scale is not None,
             enable_fp_fusion=False,
         )  # fmt: skip
@@ -125,9 +124,13 @@ class Batch:
         """Project weights, each with ``out``, ``pattern`` and ``dim`` of :func:`project`. Raises
         ValueError where the kernels do not apply to one, and where one does not begin at a multiple
         of 16 bytes."""
-        for members, table, constants in self.launches.of(batch):
-            rows = table.rows([batch[i][:2] for i in members])
+        for launch in self.launches.of(batch):
+            rows = launch.rows([batch[i][:2] for i in launch.members])
             with on(rows):
-                project_many[(table.programs,)](
-                    rows, table.owner, **constants, FIELDS=rows.shape[1], enable_fp_fusion=False
+                project_many[(launch.programs,)](
+                    rows,
+                    launch.owner,
+                    **launch.constants,
+                    FIELDS=rows.shape[1],
+                    enable_fp_fusion=False,
                 )

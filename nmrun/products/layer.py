@@ -198,29 +198,29 @@ def prune_again(weights: Sequence[SparseWeight]) -> list[str]:
     """Double pruning: an ``input_weight`` for every layer, N:M along the outputs as well. Returns
     the names of layers that cannot have one: grouped convolutions, outputs that M does not
     divide, and what :func:`install` leaves alone."""
-    left_alone = []
-    for weight in weights:
-        grouped = getattr(weight.module, "groups", 1) > 1
-        if grouped or weight.shape[weight.outputs] % weight.pattern.m or not ensured(weight):
-            left_alone.append(weight.name)
-        else:
-            weight.dependents.append(weight.layer.prune_again)
-            weight.layer.keep_input_weight()
-    return left_alone
+    can = [
+        weight
+        for weight in weights
+        if getattr(weight.module, "groups", 1) == 1 and _whole_groups(weight) and ensured(weight)
+    ]
+    for weight in can:
+        weight.dependents.append(weight.layer.prune_again)
+        weight.layer.keep_input_weight()
+    return [weight.name for weight in weights if weight not in can]
 
 
 def estimate_again(weights: Sequence[SparseWeight]) -> list[str]:
     """Compute input gradients with the unbiased estimate of the weight, N:M along the outputs.
     Returns the names of layers that keep the exact one: outputs that M does not divide, what is
     no linear layer, and what :func:`install` leaves alone."""
-    left_alone = []
-    for weight in weights:
-        is_matrix, pattern = weight.parameter.dim() == 2, weight.pattern
-        if not is_matrix or weight.shape[weight.outputs] % pattern.m or not ensured(weight):
-            left_alone.append(weight.name)
-        else:
-            weight.layer.input_mvue = Pattern(pattern.n, pattern.m)
-    return left_alone
+    can = [w for w in weights if w.parameter.dim() == 2 and _whole_groups(w) and ensured(w)]
+    for weight in can:
+        weight.layer.input_mvue = Pattern(weight.pattern.n, weight.pattern.m)
+    return [weight.name for weight in weights if weight not in can]
+
+
+def _whole_groups(weight: SparseWeight) -> bool:
+    return weight.shape[weight.outputs] % weight.pattern.m == 0
 
 
 def replaceable(weight: SparseWeight) -> bool:

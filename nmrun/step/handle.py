@@ -94,7 +94,8 @@ class Handle:
         """Return the recipe's events since the last call, such as a change of phase: ``str(event)`` is
         a sentence, ``event.step``, ``kind`` and ``facts`` are for programs.
         Python's logger ``nmrun`` has them too, at level INFO."""
-        return self.stepper.pop_events()
+        events, self.recipe.events = self.recipe.events, []
+        return events
 
     def refresh(self) -> None:
         """Write the projections of the dense weights into the parameters, as every step does, also

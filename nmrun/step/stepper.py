@@ -30,7 +30,7 @@ from nmrun.kernels.layout import Update
 from nmrun.optim.adam import Adam, skipped_by_loss_scaling
 from nmrun.optim.stock import breaks_graph
 from nmrun.products import layer
-from nmrun.recipes.base import Event, Recipe
+from nmrun.recipes.base import Recipe
 from nmrun.rule import Rule
 from nmrun.sparsity.metrics import MaskMetrics
 from nmrun.sparsity.processes import agree_over_ranks
@@ -260,10 +260,6 @@ class Stepper:
         self.measured = self.mask_metrics.after(optimizer) if self.measure_flips else {}
         self.resume.put()
         self.resume.loaded = False
-
-    def pop_events(self) -> list[Event]:
-        events, self.recipe.events = self.recipe.events, []
-        return events
 
     def warn(self, sentence: str, kind: str = "") -> None:
         """Note an unexpected event, and warn of it."""

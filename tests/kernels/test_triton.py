@@ -73,7 +73,7 @@ class Compiled:
 
         shape, dim = ((64, across), 0) if strided else ((64, 64 + short), 1)
         pattern = Pattern.parse(ratio).over(shape[dim])
-        _, fixed = triton_groups.shape_of(torch.empty(shape, device="meta"), pattern, dim)
+        *_, fixed = triton_groups.shape_of(torch.empty(shape, device="meta"), pattern, dim)
         fixed |= constants
         types = {
             "weight": "*fp32", "out": "*fp32", "amount": "fp32", "table": "*i64", "owner": "*i32",
