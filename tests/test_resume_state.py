@@ -65,13 +65,16 @@ def ways() -> Iterator[Any]:
                 yield pytest.param(recipe, stop, order, marks=marks)
 
 
+@pytest.mark.usefixtures("kernels_for_small_weights")
 @pytest.mark.parametrize(("recipe", "stop", "order"), list(ways()))
 def test_model_and_optimizer_resume_with_the_same_bits(recipe, stop, order):
-    """Through a file without pickle, with what is measured on the way."""
-    whole, first = start(recipe), start(recipe)
+    """Through a file without pickle, with what is measured on the way; stopped at step 4 with a rule
+    and Adam in one pass."""
+    fused = stop == 4
+    whole, first = start(recipe, fused=fused), start(recipe, fused=fused)
     train(*whole[:2], range(TOTAL), whole[2])
     train(*first[:2], range(stop), first[2])
-    second = resumed(recipe, stored(*first), order)
+    second = resumed(recipe, stored(*first), order, fused=fused)
     assert everything(*second) == everything(*first)
     assert second[2].phase == first[2].phase
     train(*second[:2], range(stop, TOTAL), second[2])

@@ -4,7 +4,6 @@ recipe's own steps.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -215,31 +214,6 @@ def test_transposable_masks_that_follow_the_weight_are_chosen_after_the_step():
         for w in handle.sparse[1:]:
             expected = w.dense * nmrun.sparsity.transposable_mask(w.dense, "2:4")
             assert torch.equal(w.parameter, expected)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "options"), [RUNS[i] for i in (3, 4, 6, 9, 11)], ids=lambda x: str(x)
-)
-@pytest.mark.parametrize("stop", [2, 7])
-def test_a_run_goes_on_with_the_same_bits(recipe, options, stop):
-    whole = begin(recipe, options)
-    train(*whole, range(TOTAL))
-    first, second = begin(recipe, options), begin(recipe, options)
-    train(*first, range(stop))
-    train(*second, range(1))  # what it has done before is forgotten
-    for part, saved in zip(
-        second[:2], copy.deepcopy([x.state_dict() for x in first[:2]]), strict=True
-    ):
-        part.load_state_dict(saved)
-    train(*second, range(stop, TOTAL))
-    for p, q in zip(whole[0].parameters(), second[0].parameters(), strict=True):
-        assert torch.equal(p, q)
-    for p, q in zip(whole[0].parameters(), second[0].parameters(), strict=True):
-        assert whole[1].state[p].keys() == second[1].state[q].keys()
-        assert all(
-            torch.equal(whole[1].state[p][name], second[1].state[q][name])
-            for name in whole[1].state[p]
-        )
 
 
 @pytest.mark.parametrize("threads", [2, 3])

@@ -51,6 +51,24 @@ def test_against_the_reference(where, which):
     assert "[100%]" in process.stdout
 
 
+def compiled(
+    kernel: Any, architecture: int, types: dict[str, str], whole: str = "", **constants: Any
+) -> Any:
+    """A kernel whose pointers 16 divides, and the number ``whole``, in Triton's own words."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or name == whole
+    }
+    source = ASTSource(kernel, signature, constants, attributes)
+    target = GPUTarget("cuda", architecture, 32)
+    return triton.compile(source, target=target, options={"enable_fp_fusion": False})
+
+
 class Compiled:
     """One kernel, compiled for an architecture without a device: its global memory instructions, by
     kind, and what it needs.
@@ -66,9 +84,6 @@ class Compiled:
         across: int = 33,
         **constants: Any,
     ) -> None:
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-
         from nmrun.kernels import triton_groups
 
         shape, dim = ((64, across), 0) if strided else ((64, 64 + short), 1)
@@ -83,17 +98,8 @@ class Compiled:
         names = kernel.arg_names
         fixed |= {} if fixed.get("SCALED") else {"scale": None}
         fixed = {n: v for n, v in fixed.items() if n in names}
-        signature = {n: "constexpr" if n in fixed else types[n] for n in names}
-        attributes = {
-            (i,): [["tt.divisibility", 16]]
-            for i, n in enumerate(names)
-            if signature[n].startswith("*")
-        }
-        built = triton.compile(
-            ASTSource(kernel, signature, fixed, attributes),
-            target=GPUTarget("cuda", architecture, 32),
-            options={"enable_fp_fusion": False},
-        )
+        kept = {n: types[n] for n in names if n not in fixed}
+        built = compiled(kernel, architecture, kept, **fixed)
         self.ptx, self.shared = built.asm["ptx"], built.metadata.shared
         self.loads = Counter(re.findall(r"\bld\.global\.([.\w]+)", self.ptx))
         self.stores = Counter(re.findall(r"\bst\.global\.([.\w]+)", self.ptx))
@@ -191,19 +197,6 @@ def test_the_step_of_adam():
         assert other.loads["v4.b32"] == other.stores["v4.b32"] == 4 * 4
 
 
-def compiled(kernel: Any, architecture: int, types: dict[str, str], **constants: Any) -> Any:
-    """A kernel whose pointers and sizes 16 divides, in Triton's own words."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    attributes = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name in types
-    }
-    target = GPUTarget("cuda", architecture, 32)
-    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "n"), [(90, 3), (100, 2), (80, 1)])
 def test_the_unbiased_estimate(architecture, n):
@@ -211,21 +204,13 @@ def test_the_unbiased_estimate(architecture, n):
     from nmrun.kernels.triton_mvue import estimate_one
 
     types = {"x": "*bf16", "out": "*bf16", "seed": "*i32", "inner": "i32"}
-    built = compiled(estimate_one, architecture, types, N=n, COLUMNS=1024)
+    built = compiled(estimate_one, architecture, types, "inner", N=n, COLUMNS=1024)
     ptx = built.asm["ptx"]
     assert f"sm_{architecture}" in ptx
     assert built.asm["cubin"]
     assert len(re.findall(r"\bld\.global\.v4\.b32", ptx)) == 4
     assert len(re.findall(r"\bst\.global\.v4\.b32", ptx)) == 4
     assert built.metadata.shared == 0
-
-
-@pytest.mark.parametrize("ratio", ["2:8", "3:16", "33:64"])
-@pytest.mark.slow
-def test_other_patterns_are_vectors_too(ratio):
-    built = project_one(90, ratio)
-    assert built.loads == built.stores == {"v4.b32": 4}
-    assert built.shared == 0
 
 
 @pytest.mark.parametrize(
@@ -292,25 +277,10 @@ def test_on_a_device_the_recipes_do_not_wait_for_it():
 )
 def test_blocks_compile_without_memory_of_their_own(architecture, ratio):
     """Each weight is read twice and written once; columns are found in registers."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from nmrun.kernels import triton_blocks
 
-    pattern, types = Pattern.parse(ratio), {"weight": "*fp32", "out": "*fp32", "amount": "fp32"}
-    constants, (kernel, width) = (
-        triton_blocks.constants_of(pattern),
-        (triton_blocks.project_blocks, 4),
-    )
-    constants |= {"MODE": 0}
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32")
-        for name in kernel.arg_names
-    }
-    built = triton.compile(
-        ASTSource(kernel, signature, constants, {(0,): [["tt.divisibility", 16]]}),
-        target=GPUTarget("cuda", architecture, 32),
-        options={"enable_fp_fusion": False, "num_warps": width},
-    )
+    types = {"weight": "*fp32", "out": "*fp32", "amount": "fp32", "groups": "i32", "columns": "i32"}
+    constants = {**triton_blocks.constants_of(Pattern.parse(ratio)), "MODE": 0}
+    built = compiled(triton_blocks.project_blocks, architecture, types, **constants)
     assert built.asm["cubin"]
     assert "st.local" not in built.asm["ptx"]

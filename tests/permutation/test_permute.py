@@ -55,22 +55,6 @@ def layers_of(
 # --- the search -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [[(3, "1:2")], [(4, "2:3")], [(2, "1:3")], [(3, "1:3"), (2, "2:3")], [(5, "1:2"), (3, "2:2")]],
-)
-def test_of_few_channels_the_best_order_is_found(parts):
-    """Against all 720 permutations of 6 channels."""
-    for seed in range(3):
-        layers = layers_of(*parts, channels=6, seed=seed)
-        every = (kept_by_hand(layers, list(order)) for order in itertools.permutations(range(6)))
-        best = max(every)
-        order = best_order(layers)
-        assert sorted(order.tolist()) == list(range(6))
-        assert kept_by_hand(layers, order.tolist()) == pytest.approx(best, rel=1e-12)
-        assert kept_magnitude(layers, order) == pytest.approx(best, rel=1e-12)
-
-
 SEARCHES = [
     ([(6, "2:4")], 12, False),
     ([(6, "1:8")], 24, False),

@@ -429,22 +429,6 @@ def test_a_copy_of_the_model_computes_as_a_plain_one(products):
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_finalize_takes_the_products_away(options):
-    model, x = mlp(), normal(6, 8, dtype=torch.float32)
-    optimizer, handle = sparsify(model, **options)
-    train(model, optimizer, 2)
-    z = model(x)
-    handle.finalize()
-    plain = mlp()
-    plain.load_state_dict(model.state_dict())
-    for module in model:
-        assert "forward" not in vars(module)
-    assert (type(model[0]), list(model.state_dict())) == (nn.Linear, list(plain.state_dict()))
-    assert torch.equal(model(x), plain(x))
-    assert ("fp8" in options) != torch.equal(z, plain(x))
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_wrapper_around_a_layer_stays_and_calls_the_plain_layer(options):
     """As accelerate's hooks, which take the layer's ``forward`` and set their own."""
     model, x = mlp(), normal(6, 8, dtype=torch.float32)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from errors import one_line
 from reference import DECAY, LR, TOTAL, Net, Reference, data, soft, train_step
-from torch import Tensor, nn
+from torch import Tensor
 
 import nmrun
 from nmrun.step.handle import Handle
@@ -79,48 +79,6 @@ def test_trajectory(setting, update, accumulate, clip, wd):
     torch.testing.assert_close(model.used, reference.forward, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("setting", "update", "options", "clip"),
-    [(s, u, {}, None) for s, u in COMBINATIONS if u != "adamw"]
-    + [(s, "adamw", {"fused": True}, 0.05) for s in SETTINGS],
-)
-def test_loss_scaling_and_a_skipped_step(setting, update, options, clip):
-    """A power of two as loss scale changes no bit, and the step that overflows leaves neither
-    weights nor clock changed.
-    """
-    steps, scaler = (
-        [*range(5), -1, *range(5, TOTAL)],
-        torch.amp.GradScaler("cpu", init_scale=2.0**10),
-    )
-    plain, optimizer, plain_handle = start(setting, update, 0.1, torch.float32, **options)
-    batches = data(1, torch.float32)
-    scaled, scaled_optimizer, handle = start(setting, update, 0.1, torch.float32, **options)
-    for t in steps:
-        handle.measure_flips = plain_handle.measure_flips = True
-        for x, y in batches(t):
-            scaler.scale((scaled(x) - y).square().mean() * (1.0 if t >= 0 else math.inf)).backward()
-            if t >= 0:
-                (plain(x) - y).square().mean().backward()
-        if clip is not None:
-            scaler.unscale_(scaled_optimizer)
-            nn.utils.clip_grad_norm_(scaled.parameters(), clip)
-            nn.utils.clip_grad_norm_(plain.parameters(), clip)
-        before = scaled.used
-        scaler.step(scaled_optimizer)
-        scaler.update()
-        if t >= 0:
-            optimizer.step()
-        else:
-            assert all(map(torch.equal, scaled.used, before))
-        optimizer.zero_grad()
-        scaled_optimizer.zero_grad()
-        assert all(map(torch.equal, scaled.used, plain.used)), t
-        assert handle.recipe.step == plain_handle.recipe.step
-        assert handle.metrics() == plain_handle.metrics()
-    assert scaler.get_scale() == 2.0**9
-    assert handle.pop_events() == plain_handle.pop_events()
-
-
 def test_a_weight_without_gradient_is_passed_over():
     for setting, update in COMBINATIONS:
         model, optimizer, handle = start(setting, update, 0.1)
@@ -129,25 +87,6 @@ def test_a_weight_without_gradient_is_passed_over():
             before = model[2].weight.detach().clone() if handle.is_sparse else None
             optimizer.step()
             assert before is None or torch.equal(model[2].weight, before)
-
-
-def test_s_ste_scale_is_fitted_once_and_saved():
-    model, optimizer, handle = start("s_ste", "adamw", 0.1)
-    first = [(w.dense * soft(w.dense)).sum() / soft(w.dense).square().sum() for w in handle.sparse]
-    for x, y in data(TOTAL)(0):
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
-    torch.testing.assert_close([w["scale"] for w in handle.sparse], first)
-    other = Net()
-    with torch.no_grad():
-        other[0].weight.uniform_()
-    other_optimizer = nmrun.optim.AdamW(other.parameters())
-    other_handle = nmrun.sparsify(other, other_optimizer, "s_ste", "2:4", exclude=None)
-    assert other_handle.sparse[0]["scale"] != handle.sparse[0]["scale"]
-    other.load_state_dict(model.state_dict())
-    other_optimizer.load_state_dict(optimizer.state_dict())
-    assert torch.equal(other_handle.sparse[0]["scale"], handle.sparse[0]["scale"])
-    assert all(map(torch.equal, other.used, model.used))
 
 
 def least_squares(w: Tensor) -> Tensor:
@@ -162,6 +101,7 @@ def same_sum(w: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("options", "scale", "interval"),
     [
+        ({}, least_squares, TOTAL),
         ({"fit": "l1"}, same_sum, TOTAL),
         ({"beta": 1.0}, lambda w: torch.ones((), dtype=w.dtype), TOTAL),
         ({"beta": 2.5}, lambda w: torch.full((), 2.5, dtype=w.dtype), TOTAL),

@@ -20,6 +20,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "step": {"switch": 0.5},
     "bi_mask": {"interval": 2, "candidates": 3},
 }
+# factors that change, scores, adapters, other products
+BEYOND_RULES = {"mdgf_linear": {}, "lbc": {}, "cast": {}, "sqft": {"rank": 2}, "slope": {}}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "nmrun": lambda p: nmrun.optim.AdamW(p, lr=0.05),
     "nmrun in one pass": lambda p: nmrun.optim.AdamW(p, lr=0.05, fused=True),
@@ -41,7 +43,12 @@ def start(recipe: str, name: str = "nmrun") -> tuple[nn.Sequential, torch.optim.
         model,
         optimizer,
         nmrun.sparsify(
-            model, optimizer, recipe, "2:4", TOTAL, **{"exclude": None, **RECIPES[recipe]}
+            model,
+            optimizer,
+            recipe,
+            "2:4",
+            TOTAL,
+            **{"exclude": None, **{**RECIPES, **BEYOND_RULES}[recipe]},
         ),
     )
 
@@ -101,7 +108,7 @@ def test_one_graph_serves_all_phases(recipe):
     assert len(compiles) == 1
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, *BEYOND_RULES])
 def test_compiled_backward_graph(recipe):
     training, expected = start(recipe), start(recipe)
     compiled = torch.compile(training[0], backend="aot_eager", fullgraph=True)

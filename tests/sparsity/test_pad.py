@@ -120,17 +120,6 @@ def test_projections_by_brute_force(m, shape, dim, monkeypatch):
             assert rows(out, dim) == [[2 * x for x in row] for row in soft]
 
 
-def test_check_nm_counts_the_short_group():
-    weight = torch.zeros(2, 7)
-    weight[1, 4:6] = 1.0
-    assert check_nm(weight, "2:4", pad=True) == ["tensor"]
-    weight[1, 6] = 1.0
-    with pytest.raises(
-        ValueError, match=re.escape("tensor is not 2:4: 3 of 3 weights at [1, 4-6] are non-zero")
-    ):
-        check_nm(weight, "2:4", pad=True)
-
-
 def test_check_nm_takes_the_option_that_sparsify_had():
     model = nn.Linear(10, 4)
     nmrun.sparsify(
@@ -333,17 +322,6 @@ def test_stored_the_other_way_round(recipe):
 def check_holds(weight: Tensor) -> None:
     assert weight.any()
     assert all(nonzeros <= 2 for nonzeros, _ in counts(weight, 4))
-
-
-def test_bi_mask_prunes_the_outputs_too():
-    model = nn.Linear(10, 6)
-    _, handle = start("bi_mask", "2:4", model, pad=True, exclude=())
-    used, backward = model.weight.detach(), handle.sparse[0].layer.input_weight
-    order = handle.sparse[0]["permutation"].view(torch.int64)
-    filled = torch.cat([backward, torch.zeros(2, 10)])[order]
-    assert all(nonzeros <= 2 for nonzeros, _ in counts(filled.T, 4))
-    assert torch.equal(backward, torch.where(backward != 0, used, 0.0))
-    assert backward.any()
 
 
 def test_geometric_says_what_would_help():

@@ -76,10 +76,6 @@ def both() -> dict[str, Tensor]:
     return {**text(), "decoder_input_ids": text()["input_ids"]}
 
 
-def speech() -> dict[str, Tensor]:
-    return {"input_features": torch.randn(2, 8, 32), "decoder_input_ids": text()["input_ids"]}
-
-
 def pixels(name: str, size: int = 32) -> Callable[[], dict[str, Tensor]]:
     return lambda: {name: torch.randn(2, 3, size, size)}
 
@@ -94,23 +90,6 @@ def hugging_face(kind: str, config: str, **settings: Any) -> Callable[[], nn.Mod
     return build
 
 
-def whisper() -> nn.Module:
-    sides = ("encoder", "decoder")
-    kinds = (("layers", 1), ("attention_heads", 4), ("ffn_dim", 64))
-    sizes = {f"{side}_{what}": n for side in sides for what, n in kinds}
-    marks = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    config = transformers.WhisperConfig(
-        d_model=32,
-        vocab_size=48,
-        num_mel_bins=8,
-        max_source_positions=16,
-        max_target_positions=16,
-        **sizes,
-        **marks,
-    )
-    return transformers.WhisperForConditionalGeneration(config)
-
-
 def vision() -> nn.Module:
     from timm.models.vision_transformer import VisionTransformer
 
@@ -118,21 +97,10 @@ def vision() -> nn.Module:
     return VisionTransformer(**sizes, num_classes=12)
 
 
-def mixer() -> nn.Module:
-    from timm.models.mlp_mixer import MlpMixer
-
-    return MlpMixer(img_size=32, patch_size=8, embed_dim=32, num_blocks=2, num_classes=12)
-
-
 def convnext() -> nn.Module:
     from timm.models.convnext import ConvNeXt
 
     return ConvNeXt(depths=(1, 1, 1, 1), dims=(8, 16, 24, 32), num_classes=12)
-
-
-def swin() -> nn.Module:
-    kind = torchvision.models.SwinTransformer
-    return kind([4, 4], 16, [1, 1], [2, 4], [4, 4], num_classes=12)
 
 
 @dataclass
@@ -155,7 +123,6 @@ T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vo
 VIT = {**{k: v for k, v in TOKENS.items() if k != "vocab_size"}, "image_size": 32, "patch_size": 8}
 MIXTURE = {**EXPERTS, "num_local_experts": 4}
 GROUPED = {**MIXTURE, "experts_implementation": "grouped_mm"}
-MOBILE = {"num_classes": 12, "width_mult": 0.25}
 LM, IMAGE = ["lm_head.weight"], pixels("x")
 VISION = torchvision.models
 
@@ -165,29 +132,9 @@ ZOO = {
     ),
     "gpt2": text_model("GPT2LMHeadModel", "GPT2Config", 0.893, [], **GPT2, **MARKS),
     "llama": text_model("LlamaForCausalLM", "LlamaConfig", 0.922, LM, **LLAMA),
-    "mixtral": text_model("MixtralForCausalLM", "MixtralConfig", 0.967, LM, **MIXTURE),
     "mixtral grouped": text_model("MixtralForCausalLM", "MixtralConfig", 0.967, LM, **GROUPED),
-    "qwen3_moe": text_model(
-        "Qwen3MoeForCausalLM",
-        "Qwen3MoeConfig",
-        0.910,
-        LM,
-        **EXPERTS,
-        num_experts=4,
-        moe_intermediate_size=16,
-    ),
     "gpt_oss": text_model("GptOssForCausalLM", "GptOssConfig", 0.943, LM, **MIXTURE),
-    "llama4": text_model(
-        "Llama4ForCausalLM",
-        "Llama4TextConfig",
-        0.976,
-        LM,
-        **LLAMA,
-        intermediate_size_mlp=64,
-        num_local_experts=4,
-    ),
     "t5": Case(hugging_face("T5ForConditionalGeneration", "T5Config", **T5), both, 0.950, []),
-    "whisper": Case(whisper, speech, 0.873, ["model.encoder.conv1.weight"]),
     "vit": Case(
         hugging_face("ViTForImageClassification", "ViTConfig", **VIT),
         pixels("pixel_values"),
@@ -196,21 +143,7 @@ ZOO = {
     ),
     "timm vit": Case(vision, IMAGE, 0.765, ["patch_embed.proj.weight", "head.weight"]),
     "timm convnext": Case(convnext, IMAGE, 0.798, ["stem.0.weight", "head.fc.weight"]),
-    "timm mixer": Case(mixer, IMAGE, 0.721, ["stem.proj.weight", "head.weight"]),
     "resnet18": Case(VISION.resnet18, IMAGE, 0.998, ["conv1.weight", "fc.weight"]),
-    "mobilenet_v2": Case(
-        lambda: VISION.mobilenet_v2(**MOBILE),
-        IMAGE,
-        0.892,
-        ["features.0.0.weight", "classifier.1.weight"],
-    ),
-    "swin": Case(swin, IMAGE, 0.902, ["features.0.0.weight", "head.weight"]),
-    "torchvision vit": Case(
-        lambda: VISION.VisionTransformer(32, 8, 2, 4, 32, 64, num_classes=12),
-        IMAGE,
-        0.690,
-        ["conv_proj.weight", "heads.head.weight"],
-    ),
 }
 
 
