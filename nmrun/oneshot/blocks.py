@@ -53,7 +53,9 @@ def stages(
             number, index = key
             root = chains[number][index]
             if number not in chain_of:
-                chain_of = {number: _chain(chains[number], passes)}  # the others are done
+                made = Chain(chains[number])
+                whole = all(map(made.add, passes)) and made.repeats()
+                chain_of = {number: made if whole else None}  # the others are done
             chain = chain_of[number]
         else:
             chain_of = {}  # this layer may be pruned, and make what later blocks take
@@ -92,12 +94,8 @@ def _lists(model: nn.Module, layers: Sequence[LayerMatrix]) -> list[list[nn.Modu
         one_class = len(children) > 1 and len({type(child) for child in children}) == 1
         inside = any(id(part) in ids for child in children for part in child.modules())
         themselves = any(id(child) in ids for child in children)
-        if (
-            isinstance(module, nn.ModuleList | nn.Sequential)
-            and one_class
-            and inside
-            and not themselves
-        ):
+        listed = isinstance(module, nn.ModuleList | nn.Sequential)
+        if listed and one_class and inside and not themselves:
             lists.append(children)
             return
         for child in children:
@@ -108,25 +106,69 @@ def _lists(model: nn.Module, layers: Sequence[LayerMatrix]) -> list[list[nn.Modu
 
 
 class Chain:
-    """Blocks that hand one value on, as the argument ``slot``: what each takes of every batch,
-    beside that value."""
+    """Blocks that hand one value on, as one argument: what each takes of every batch, beside that
+    value."""
 
-    def __init__(self, blocks: list[nn.Module], slot: int | str) -> None:
-        self.blocks, self.slot = blocks, slot
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        self.blocks = blocks
+        self.slots: set[int | str] = set()  # the arguments that were the value, at best one
         self.position = 0  # the block whose inputs the values are
         self.values: list[Tensor] = []  # of each batch
         self.others: list[list[Arguments]] = []  # of each batch, of each block
+        self._last = torch.empty(0)  # the value that the last block got of the last batch
 
-    def add(self, calls: list[Arguments]) -> None:
-        """Add a batch: what each block was called with, the first with its value."""
-        self.values.append(calls[0].pop(self.slot))
-        before = self.others[-1] if self.others else calls
+    def add(self, run: Pass) -> bool:
+        """Let a batch pass, and keep what the blocks were called with. Returns whether they are a
+        chain, also with the attributes that the network has set for this batch: called once each
+        in their order, with the value that the one before gave as the same argument, and with
+        nothing else of theirs."""
+        calls: list[Arguments] = []
+        outputs: list[list[weakref.ref[Tensor]]] = []
+        fits: list[bool] = []
+        value: Tensor | None = None
+
+        def before(module: nn.Module, args: Any, kwargs: Arguments, index: int) -> None:
+            nonlocal value
+            call: Arguments = {**dict(enumerate(args)), **kwargs}
+            fits.append(len(calls) == index)
+            if index:
+                given = outputs[-1][0]() if outputs and outputs[-1] else None
+                slots = {k for k, v in call.items() if isinstance(v, Tensor) and v is given}
+                call = {key: each for key, each in call.items() if key not in slots}
+                others = [each for each in call.values() if isinstance(each, Tensor)]
+                tensors = [ref() for refs in outputs for ref in refs]
+                fits.append(len(slots) == 1 and not any(v is k for v in others for k in tensors))
+                self.slots |= slots
+                value = None if given is None else given.clone()  # the block may add to it in place
+            else:  # the value that comes in, likewise
+                call = {k: v.clone() if isinstance(v, Tensor) else v for k, v in call.items()}
+            calls.append(call)
+
+        def after(module: nn.Module, args: Any, out: Any) -> None:
+            tensors = [part for part in _outputs(out) if isinstance(part, Tensor)]
+            outputs.append([weakref.ref(part) for part in tensors])
+
+        with contextlib.ExitStack() as hooks:
+            for index, block in enumerate(self.blocks):
+                noting = functools.partial(before, index=index)
+                handle = block.register_forward_pre_hook(noting, with_kwargs=True)
+                hooks.callback(handle.remove)
+                hooks.callback(block.register_forward_hook(after).remove)
+            run()
+        whole = all(fits) and len(calls) == len(self.blocks) and len(self.slots) == 1
+        if not whole or value is None or (self.values and not self.repeats()):
+            return False
+        (slot,) = self.slots
+        first = calls[0].pop(slot, None)
+        if not isinstance(first, Tensor):
+            return False
+        self.values.append(first)
+        pairs = zip(self.others[-1] if self.others else calls, calls, strict=True)
         self.others.append(
-            [
-                {key: _same(previous.get(key), value) for key, value in call.items()}
-                for previous, call in zip(before, calls, strict=True)
-            ]
+            [{k: _same(former.get(k), v) for k, v in call.items()} for former, call in pairs]
         )
+        self._last = value
+        return True
 
     def through(self, index: int) -> None:
         """Let all batches through a block; those before it are passed for the last time."""
@@ -137,7 +179,7 @@ class Chain:
         for number, value in enumerate(self.values):
             self._call(number, index, value)
 
-    def repeats(self, last: Tensor) -> bool:
+    def repeats(self) -> bool:
         """Whether the last block gets from the last batch by itself what it got in the network.
         It does not where blocks depend on more than their arguments: on autocast in the network's
         ``forward``, or on an attribute that it sets for every batch."""
@@ -147,11 +189,12 @@ class Chain:
                 value = self._call(number, index, value)
         except Exception:  # what they depend on may be anything
             return False
-        return value.dtype == last.dtype and torch.equal(value, last)
+        return value.dtype == self._last.dtype and torch.equal(value, self._last)
 
     def _call(self, number: int, index: int, value: Tensor) -> Tensor:
+        (slot,) = self.slots
         # a copy, as blocks may add to it in place
-        arguments = {**self.others[number][index], self.slot: value.clone()}
+        arguments = {**self.others[number][index], slot: value.clone()}
         args = [arguments[key] for key in sorted(key for key in arguments if isinstance(key, int))]
         kwargs = {key: value for key, value in arguments.items() if isinstance(key, str)}
         return _outputs(self.blocks[index](*args, **kwargs))[0]
@@ -163,80 +206,8 @@ def _same(previous: Any, value: Any) -> Any:
         return tuple(_same(*pair) for pair in zip(previous, value, strict=True))
     if not (isinstance(value, Tensor) and isinstance(previous, Tensor)):
         return value
-    same_layout = (previous.shape, previous.dtype, previous.device) == (
-        value.shape,
-        value.dtype,
-        value.device,
-    )
-    return previous if same_layout and torch.equal(previous, value) else value
-
-
-class _Record:
-    """What the blocks were called with in one pass. ``fits``: they were called once
-    each in their order, with the value that the one before gave. It was always the argument
-    ``slot``, and nothing else was of theirs."""
-
-    def __init__(self, blocks: list[nn.Module]) -> None:
-        self.calls: list[Arguments] = []
-        self.outputs: list[list[weakref.ref[Tensor]]] = []
-        self.slots: set[int | str] = set()
-        self.fits = True
-        self.last: Tensor | None = None  # the value that the last block got
-        self.blocks = blocks
-
-    def before(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], index: int
-    ) -> None:
-        """Note the call of a block."""
-        call: Arguments = {**dict(enumerate(args)), **kwargs}
-        previous = self.outputs[-1][0]() if self.outputs and self.outputs[-1] else None
-        if index:
-            slots = [k for k, v in call.items() if isinstance(v, Tensor) and v is previous]
-            call = {key: value for key, value in call.items() if key not in slots}
-            self.slots.update(slots)
-            others = [value for value in call.values() if isinstance(value, Tensor)]
-            tensors = [ref() for refs in self.outputs for ref in refs]
-            self.fits &= len(slots) == 1 and not any(v is k for v in others for k in tensors)
-        else:  # the value that comes in, before the block adds to it in place
-            call = {k: v.clone() if isinstance(v, Tensor) else v for k, v in call.items()}
-        self.fits &= len(self.calls) == index and len(self.slots) <= 1
-        self.calls.append(call)
-        if index == len(self.blocks) - 1 and previous is not None:
-            self.last = previous.clone()  # before the block adds to it in place
-
-    def after(self, module: nn.Module, args: Any, out: Any) -> None:
-        tensors = [part for part in _outputs(out) if isinstance(part, Tensor)]
-        self.outputs.append([weakref.ref(part) for part in tensors])
-
-    def is_chain(self, run: Pass) -> bool:
-        """Let a batch pass; whether the blocks are a chain."""
-        with contextlib.ExitStack() as hooks:
-            for index, block in enumerate(self.blocks):
-                before = functools.partial(self.before, index=index)
-                handle = block.register_forward_pre_hook(before, with_kwargs=True)
-                hooks.callback(handle.remove)
-                hooks.callback(block.register_forward_hook(self.after).remove)
-            run()
-        whole = self.fits and len(self.calls) == len(self.blocks)
-        return whole and all(isinstance(self.calls[0].get(slot), Tensor) for slot in self.slots)
-
-
-def _chain(blocks: list[nn.Module], passes: Sequence[Pass]) -> Chain | None:
-    """The chain of these blocks with all batches, or None where they are none."""
-    chain: Chain | None = None
-    last: Tensor | None = None  # of the batch before
-    for run in passes:
-        record = _Record(blocks)
-        if not record.is_chain(run) or record.last is None:
-            return None
-        (slot,) = record.slots
-        if chain is None:
-            chain = Chain(blocks, slot)
-        elif slot != chain.slot or last is None or not chain.repeats(last):
-            return None  # not with the attributes of this batch
-        chain.add(record.calls)
-        last = record.last
-    return chain if chain and last is not None and chain.repeats(last) else None
+    layout, former = ((t.shape, t.dtype, t.device) for t in (value, previous))
+    return previous if layout == former and torch.equal(previous, value) else value
 
 
 def _outputs(out: Any) -> tuple[Any, ...]:
