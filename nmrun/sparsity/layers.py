@@ -272,8 +272,7 @@ def named_parameters(model: nn.Module) -> list[Candidate]:
         Candidate(module_name, module, attribute, parameter)
         for module_name, module in model.named_modules(remove_duplicate=False)
         for attribute, parameter in module._parameters.items()
-        if isinstance(parameter, UninitializedParameter)
-        or (parameter is not None and parameter.dim() >= 2)
+        if parameter is not None and _is_matrix(parameter)
     ]
     names: dict[int, list[str]] = defaultdict(list)
     for each in found:
@@ -281,6 +280,10 @@ def named_parameters(model: nn.Module) -> list[Candidate]:
     for each in found:
         each.names = tuple(dict.fromkeys(names[id(each.parameter)]))
     return found
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, UninitializedParameter) or parameter.dim() >= 2
 
 
 def complete(
