@@ -86,6 +86,11 @@ class Pattern:
         """The pattern without blocks: the N:M that each row holds."""
         return replace(self, v=1)
 
+    def without_blocks(self, what: str) -> None:
+        """Raise ConfigError where this is V:N:M; ``what`` is for N:M patterns."""
+        if self.v > 1:
+            raise ConfigError(f"{what} is for N:M patterns, not for {self}")
+
     def __str__(self) -> str:
         return f"{self.n}:{self.m}" if self.v == 1 else f"{self.v}:{self.n}:{self.m}"
 

@@ -120,6 +120,19 @@ def no_such(
     return f"no such {what}{hint}" + (f" ({listing})" if listing else "")
 
 
+def unknown_hyperparameters(
+    owner: str, given: Iterable[str], known: Collection[str], others: Iterable[str]
+) -> list[str]:
+    """A line for each hyperparameter that is none of the known ones. ``others``: what else may have
+    been meant."""
+    nearby = [*known, *others]
+    return [
+        f"{owner}: {key}: {no_such('hyperparameter', key, known, hint=did_you_mean(key, nearby))}"
+        for key in given
+        if key not in known
+    ]
+
+
 def did_you_mean(word: str, options: Iterable[str]) -> str:
     """``"; did you mean ...?"``, or an empty string where no option is near."""
     meant = nearest(word, options)

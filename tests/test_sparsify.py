@@ -199,7 +199,7 @@ def test_groups_of_two_kinds_are_refused_by_recipes_that_add_one():
     optimizer = ByGroup(model[0].parameters(), {"lr": 0.02})
     optimizer.add_param_group({"params": list(model[2].parameters()), "use_muon": True})
     before = all_of(model, optimizer)
-    with pytest.raises(ConfigError, match="those of ByGroup differ in use_muon"):
+    with pytest.raises(ConfigError, match="ByGroup has groups that differ in use_muon"):
         attach(model, optimizer, "lbc")
     assert all_of(model, optimizer) == before
 
@@ -210,7 +210,7 @@ def test_adagrad_is_refused_by_recipes_that_add_parameters(recipe):
     model = net()
     optimizer = torch.optim.Adagrad(model.parameters(), 0.1)
     before = all_of(model, optimizer)
-    with one_line(ConfigError, f"{recipe} adds parameters that Adagrad cannot move"):
+    with one_line(ConfigError, "Adagrad makes its state in its constructor alone"):
         attach(model, optimizer, recipe)
     assert all_of(model, optimizer) == before
     attach(model, optimizer, "sr_ste")

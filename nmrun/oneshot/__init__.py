@@ -36,12 +36,7 @@ def build(method: str, hyperparameters: Mapping[str, Any], others: Iterable[str]
     kind: Any = registry.find("method", method, METHODS)
     ranges = checks(kind)
     hyperparameters = {key: plain(value) for key, value in hyperparameters.items()}
-    problems = []
-    for key in hyperparameters:
-        if key not in ranges:
-            known = registry.did_you_mean(key, [*ranges, *others])
-            no_such = registry.no_such("hyperparameter", key, ranges, hint=known)
-            problems.append(f"{method}: {key}: {no_such}")
+    problems = registry.unknown_hyperparameters(method, hyperparameters, ranges, others)
     problems += [line for line, _ in wrong_values(ranges, hyperparameters, f"{method}.")]
     raise_all(problems)
     instance: Method = kind(**hyperparameters)

@@ -117,10 +117,9 @@ def prune(
     if not calibration:
         raise ConfigError("prune takes a list of calibration batches, one at least: [batch]")
     layers, left_dense = _selection(model, pattern, include, exclude, overrides, pad)
-    blocks = [layer.pattern for layer in layers if layer.pattern.v > 1]
     permuter = pruner if isinstance(pruner, Scored) and pruner.permute else None
-    if blocks and permuter:
-        raise ConfigError(f"{method}: permute=true is for N:M patterns, not for {blocks[0]}")
+    for layer in layers if permuter else ():
+        layer.pattern.without_blocks(f"{method}: permute=true")
     run = forward or _call
     passes = [functools.partial(run, model, batch) for batch in calibration]
     reports: dict[str, dict[str, Any]] = {}

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError
 from nmrun.kernels.layout import is_transformed
 from nmrun.patterns import Pattern
 from nmrun.products.simulation import compute_dtype, convolution, linear
@@ -179,8 +178,8 @@ def install(
     ``layer.weight`` without calling the layer goes past this. Works under
     ``torch.compile(fullgraph=True)``; gradients of gradients raise. Raises ConfigError for an
     ``mvue`` that is V:N:M."""
-    if mvue is not None and mvue.v > 1:
-        raise ConfigError(f"mvue={mvue}: it takes an N:M pattern, such as 2:4")
+    if mvue is not None:
+        mvue.without_blocks("mvue")
     left_alone = []
     for weight in weights:
         layer = weight.layer or Layer(weight)

@@ -90,12 +90,10 @@ def build(
         )
     else:
         kind = find(recipe)
-        fields = list(checks(kind))
-        for key in hyperparameters:
-            if key not in fields:
-                known = registry.did_you_mean(key, [*fields, *others])
-                no_such = registry.no_such("hyperparameter", key, fields, hint=known)
-                raise TypeError(f"{recipe}: {key}: {no_such}")
+        if unknown := registry.unknown_hyperparameters(
+            recipe, hyperparameters, checks(kind), others
+        ):
+            raise TypeError(unknown[0])
         instance = kind(**hyperparameters)
     check_hyperparameters(instance)
     return instance

@@ -19,7 +19,6 @@ from typing import Annotated, ClassVar
 import torch
 from torch import nn
 
-from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.permutation.channels import Channels
 from nmrun.permutation.permute import find_channels, permute_inputs
@@ -51,11 +50,8 @@ class ASP(Recipe):
 
     def begin(self, pattern: Pattern, total_steps: int | None) -> None:
         super().begin(pattern, total_steps)
-        if self.prune_at > 0 and total_steps is None:
-            raise ConfigError(
-                "asp needs total_steps to know when to prune; prune_at=0 prunes at once"
-            )
-        self.prune_step = self.dense_steps = round(self.prune_at * (total_steps or 0))
+        steps = self.need_total_steps("prune_at=0 prunes at once") if self.prune_at else 0
+        self.prune_step = self.dense_steps = round(self.prune_at * steps)
         self.dense_forward = True
         self.channels: dict[str, Channels] = {}
 
@@ -66,7 +62,7 @@ class ASP(Recipe):
     def check_blocks(self, pattern: Pattern) -> None:
         super().check_blocks(pattern)
         if self.permute:
-            raise ConfigError(f"asp: permute=true is for N:M patterns, not for {pattern}")
+            pattern.without_blocks("asp: permute=true")
 
     def prepare(self, model: nn.Module) -> None:
         if self.permute:

@@ -100,8 +100,8 @@ class Recipe:
         self.step, self.dense_steps, self.dense_forward = 0, 0, False
         self.transposable = self.always_transposable
         self.events, self.reordered = [], []
-        if self.needs_total_steps and total_steps is None:
-            raise ConfigError(f"{self.name} needs total_steps: {self.needs_total_steps}")
+        if self.needs_total_steps:
+            self.need_total_steps(self.needs_total_steps)
 
     def refuses(self, shape: Sequence[int], outputs: int, pattern: Pattern) -> str:
         """Say why this recipe cannot make a weight of this shape sparse; empty where it can.
@@ -240,6 +240,12 @@ class Recipe:
         else:
             projections.keep_largest(weight.dense, out, weight.pattern, weight.dim)
 
+    def need_total_steps(self, why: str) -> int:
+        """``total_steps``. Raises ConfigError, with the reason, where nobody has said it."""
+        if self.total_steps is None:
+            raise ConfigError(f"{self.name} needs total_steps: {why}")
+        return self.total_steps
+
     def make_transposable(self) -> None:
         """Choose transposable masks from now on. Raises ValueError for a recipe that does not keep the
         largest weights."""
@@ -249,7 +255,7 @@ class Recipe:
     def check_blocks(self, pattern: Pattern) -> None:
         """Raise ValueError where the masks cannot be those of a V:N:M pattern."""
         if self.transposable:
-            raise ConfigError(f"transposable masks are for N:M patterns, not for {pattern}")
+            pattern.without_blocks("a transposable mask")
         self._need_largest(pattern)
 
     def _need_largest(self, masks: object) -> None:

@@ -55,7 +55,6 @@ class AddedParameters(Recipe):
         """Give every weight the parameters that ``first(weight)`` makes, by name. ``lr_mult``: their
         learning rate, over that of the first parameter group; ``options``: what else differs from
         that group. Raises ConfigError where nobody can say what the optimizer would do with them."""
-        _check_alike(optimizer, self.name)
         self.owners = {weight.name: weight for weight in weights}
         self.parameters = {
             (weight.name, key): nn.Parameter(value)
@@ -65,15 +64,7 @@ class AddedParameters(Recipe):
         for (name, key), parameter in self.parameters.items():
             self.owners[name][key] = parameter.detach()
         self.lr_mult, self.options = lr_mult, options
-        params = list(self.parameters.values())
-        # Muon moves matrices alone; Adagrad makes state in its constructor alone
-        muon = isinstance(optimizer, getattr(torch.optim, "Muon", ()))
-        takes_none = muon and any(parameter.dim() != 2 for parameter in params)
-        if takes_none or isinstance(optimizer, torch.optim.Adagrad):
-            raise ConfigError(
-                f"{self.name} adds parameters that {type(optimizer).__name__} cannot move: use another "
-                "optimizer for the sparse weights, such as AdamW"
-            )
+        check_optimizer(optimizer, self.name, list(self.parameters.values()))
         group = self._settings(optimizer)
         if "param_names" in optimizer.param_groups[0]:  # torch names all parameters or none
             group["params"] = [(".".join(key), p) for key, p in self.parameters.items()]
@@ -165,30 +156,35 @@ def _as_plain(value: Any) -> Any:
     return value
 
 
-def check_groups(optimizer: torch.optim.Optimizer, recipe: str) -> None:
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, recipe: str, added: Sequence[Tensor] = ()
+) -> None:
     """Raise ConfigError for an optimizer that may move parameters without a gradient, as torch's do
-    not. One without a learning rate by default reads keys of its own from each group. Such
-    optimizers (nanochat's, Muon's with an Adam beside it) take missing gradients for 0 or do not
-    expect them."""
-    if "lr" not in optimizer.defaults:
-        raise ConfigError(
-            f"{recipe} freezes weights or adds parameters, and {type(optimizer).__name__} has a "
-            "learning rate for each of its groups only: use one such as AdamW or SGD"
-        )
-
-
-def _check_alike(optimizer: torch.optim.Optimizer, recipe: str) -> None:
-    """Raise ConfigError for an optimizer that does not move all its groups alike."""
-    check_groups(optimizer, recipe)
+    not, and for one that cannot move those that are ``added``."""
     first, *others = optimizer.param_groups
-    for key, value in first.items():
-        if key in optimizer.defaults or key in OF_ONE_GROUP or not isinstance(value, bool):
-            continue  # names and factors may differ
-        if not all(key in group and group[key] == value for group in others):  # such as use_muon
-            raise ConfigError(
-                f"{recipe} adds a parameter group, and those of {type(optimizer).__name__} differ "
-                f"in {key}: use an optimizer that moves all parameters alike, such as AdamW"
-            )
+    differing = [
+        key
+        for key, value in first.items()  # such as use_muon; names and factors may differ
+        if key not in optimizer.defaults and key not in OF_ONE_GROUP and isinstance(value, bool)
+        if not all(key in group and group[key] == value for group in others)
+    ]
+    muon = isinstance(optimizer, getattr(torch.optim, "Muon", ()))
+    why = ""
+    # One without reads keys of its own from each group. Such optimizers (nanochat's, Muon's with an
+    # Adam beside it) take missing gradients for 0 or do not expect them.
+    if "lr" not in optimizer.defaults:
+        why = "has a learning rate for each of its groups only"
+    elif added and differing:
+        why = f"has groups that differ in {differing[0]}"
+    elif muon and any(parameter.dim() != 2 for parameter in added):
+        why = "moves matrices alone"
+    elif added and isinstance(optimizer, torch.optim.Adagrad):
+        why = "makes its state in its constructor alone"
+    if why:
+        raise ConfigError(
+            f"{recipe} freezes weights or adds parameters, and {type(optimizer).__name__} {why}: use "
+            "another optimizer for the sparse weights, such as AdamW"
+        )
 
 
 # candidates a group; beyond, their scores outweigh the weights many times over (4:16 has 1,820)

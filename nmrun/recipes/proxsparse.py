@@ -25,7 +25,7 @@ from torch import Tensor
 from nmrun.patterns import Pattern
 from nmrun.ranges import FRACTION, log, number
 from nmrun.recipes.base import keep_mask
-from nmrun.recipes.parameters import FrozenWeights, check_groups
+from nmrun.recipes.parameters import FrozenWeights, check_optimizer
 from nmrun.rule import Rule
 from nmrun.sparsity.reference import by_group, from_groups
 from nmrun.sparsity.weight import SparseWeight
@@ -61,7 +61,7 @@ class ProxSparse(FrozenWeights):
         )
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-        check_groups(optimizer, self.name)
+        check_optimizer(optimizer, self.name)
         self.after_step(weights, optimizer)  # with dense=0 it is time
 
     def before_step(

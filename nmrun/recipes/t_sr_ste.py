@@ -19,7 +19,6 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.ranges import FRACTION, log, number, whole
 from nmrun.recipes.ste import PeriodicMask
@@ -54,11 +53,9 @@ class TSRSTE(PeriodicMask):
         super().begin(pattern, total_steps)
         self.dense_from: int | None = None
         if self.dense_end > 0:
-            if total_steps is None:
-                raise ConfigError("t_sr_ste needs total_steps to know when its dense phase begins")
+            steps = self.need_total_steps("its dense phase is a fraction of the run")
             # a dense step at least, and a sparse one before it: a run of one step has no dense one
-            begins = round((1 - self.dense_end) * total_steps)
-            self.dense_from = max(1, min(total_steps - 1, begins))
+            self.dense_from = max(1, min(steps - 1, round((1 - self.dense_end) * steps)))
 
     @property
     def ends_dense(self) -> str:

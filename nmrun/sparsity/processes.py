@@ -65,30 +65,27 @@ def check_shards(weights: Sequence[SparseWeight], across: str = "", by_fsdp: boo
     another way. Also where weights are spread in several ways ``by_fsdp``, which synchronises no
     others; tensor parallelism needs no synchronising."""
     sharded = [weight for weight in weights if weight.is_sharded]
-    for weight in sharded:
-        if who := across or (f"a {weight.pattern} mask" if weight.pattern.v > 1 else ""):
-            raise ConfigError(
-                f"{who} looks across the rows of a weight, and this process has only a part of "
-                f"{weight.name} (FSDP): replicate the model (DDP)"
-            )
-        placements = _placements(weight)
-        processes, size, m = _along(weight), weight.shape[weight.dim], weight.pattern.m
-        if size % (processes * m) and processes > 1:
-            raise ConfigError(
-                f"{weight.name} has {size} inputs, sharded over {processes} processes: not a multiple "
-                f"of {m} in each. Shard it along dimension {weight.outputs} "
-                "(shard_placement_fn of fully_shard), or leave it dense (exclude)"
-            )
-        if odd := [p for p in placements if not (p.is_replicate() or type(p).__name__ == "Shard")]:
-            raise ConfigError(
-                f"{weight.name} is distributed as {odd[0]}: sparse weights can be replicated or sharded along one dimension"
-            )
-    for weight in weights if by_fsdp else ():
-        if sharded and not _same_sharding(weight, sharded[0]):
-            raise ConfigError(
-                f"{weight.name} is not sharded over the same processes as {sharded[0].name}: "
-                "shard the whole model, or leave one of them dense (exclude)"
-            )
+    for weight in weights if sharded else ():
+        why = _shard_obstacle(weight, across) if weight.is_sharded else ""
+        if by_fsdp and not why and not _same_sharding(weight, sharded[0]):
+            why = f"not sharded over the same processes as {sharded[0].name}: shard the whole model"
+        if why:
+            raise ConfigError(f"{weight.name} is {why}, or leave it dense (exclude)")
+
+
+def _shard_obstacle(weight: SparseWeight, across: str) -> str:
+    if who := across or (f"a {weight.pattern} mask" if weight.pattern.v > 1 else ""):
+        return f"sharded (FSDP), and {who} looks across the rows of a weight: replicate it (DDP)"
+    for placed in _placements(weight):
+        if not (placed.is_replicate() or type(placed).__name__ == "Shard"):
+            return f"distributed as {placed}: replicate it, or shard it along one dimension"
+    processes, inputs, m = _along(weight), weight.shape[weight.dim], weight.pattern.m
+    if processes > 1 and inputs % (processes * m):
+        return (
+            f"sharded over {processes} processes along its {inputs} inputs, not a multiple of {m} in "
+            f"each: shard it along dimension {weight.outputs} (shard_placement_fn of fully_shard)"
+        )
+    return ""
 
 
 def global_sum(

@@ -62,8 +62,7 @@ def transposable_mask(weight: Tensor, pattern: str | Pattern, pad: bool = False)
     """
     pattern = Pattern.parse(pattern)
     n, m = pattern.n, pattern.m
-    if pattern.v > 1:
-        raise ValueError(f"transposable masks are for N:M patterns, not for {pattern}")
+    pattern.without_blocks("a transposable mask")
     if pad and weight.dim() == 2:
         pattern = pattern.over(weight.shape[1])
     if (

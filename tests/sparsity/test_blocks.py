@@ -164,10 +164,10 @@ def test_a_training_resumes_with_the_same_bits(recipe, fused, kernels_for_small_
     [
         *((name, {}, f"{name} has masks of its own: 4:2:8 ones")
           for name in RECIPES if name not in (*TRAINED, "dense", "t_sr_ste")),
-        ("t_sr_ste", {}, "transposable masks are for N:M patterns, not for 4:2:8"),
-        ("ste", {"input_gradient": "transposable"}, "transposable masks are for N:M patterns"),
+        ("t_sr_ste", {}, "a transposable mask is for N:M patterns, not for 4:2:8"),
+        ("ste", {"input_gradient": "transposable"}, "a transposable mask is for N:M patterns"),
         ("asp", {"permute": True}, "permute=true is for N:M patterns, not for 4:2:8"),
-        ("ste", {"mvue": "4:2:8"}, "mvue=4:2:8: it takes an N:M pattern"),
+        ("ste", {"mvue": "4:2:8"}, "mvue is for N:M patterns, not for 4:2:8"),
     ],
 )  # fmt: skip
 def test_who_refuses_it(recipe, options, message):
