@@ -19,7 +19,7 @@ import torch
 
 from nmrun import recipes
 from nmrun.errors import ConfigError, RunError, refused
-from nmrun.lab import consent
+from nmrun.lab import arguments
 from nmrun.lab.compare.runs import collect, summary
 from nmrun.lab.config import command_line, experiment, launchers
 from nmrun.lab.keys import fields, options
@@ -199,7 +199,7 @@ class Result:
             with unchanged():  # building draws random numbers
                 run = finished_run.read(self.folder)
                 # what was asked for here is trusted, and no more
-                trusted = consent.code_of(run.result["config"]) == consent.code_of(self.config)
+                trusted = arguments.code_of(run.result["config"]) == arguments.code_of(self.config)
                 run = replace(run, trusted=trusted)
                 return finished_run.network(run)[0]
         except (ValueError, RuntimeError) as error:

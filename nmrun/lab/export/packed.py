@@ -17,11 +17,7 @@ from nmrun.fast.deploy import TOLERANCE, int8_layers, times
 from nmrun.fast.measurement import DENSE_INT8, INT8
 from nmrun.fast.packed import FILE, VERSION, VERSION_INT8, load, pack, scaled, sha256_of
 from nmrun.fast.sites import Site, install, sites, watch
-from nmrun.lab.export.finished_run import (
-    FinishedRun,
-    network,
-    write_about,
-)
+from nmrun.lab.export.finished_run import FinishedRun, network
 
 SPLIT = "val"
 Rounded = tuple[Tensor, Tensor, str]  # int8, the scales of its rows, and which layer it is
@@ -50,7 +46,7 @@ def write(run: FinishedRun, folder: Path, precision: str | None = None) -> list[
     header = json.dumps({"version": version, "layers": layers, "sha256": hashes})
     metadata = {"packed": header, "sha256": hashlib.sha256(header.encode()).hexdigest()}
     (folder / FILE).write_bytes(save(tensors, metadata))
-    write_about(run.about(), folder)
+    run.describe(folder)
     back = load(folder)
     for name, tensor in expected.items():
         if sha256_of(back[name]) != sha256_of(tensor):

@@ -24,7 +24,7 @@ from verbs import verb
 
 import nmrun
 from nmrun.errors import RunError
-from nmrun.lab.export.cli import main
+from nmrun.lab.export.cli import export
 from nmrun.lab.train.weights import Replicated
 from nmrun.sparsity import check_nm
 from nmrun.sparsity.check import layer_report
@@ -326,7 +326,7 @@ def folder(place: Path, status: str = "finished", **changes: Tensor) -> Path:
 
 def test_a_finished_run_is_copied_with_what_it_is(tmp_path, capsys):
     run, to = folder(tmp_path / "run"), tmp_path / "deep" / "to"
-    assert main([str(run), "--out", str(to)]) == 0
+    assert export([str(run), "--out", str(to)]) == 0
     assert capsys.readouterr().out == f"{to / 'model.safetensors'}: 2:4, 1:8 hold in 2 layers\n"
     assert sorted(load_file(to / "model.safetensors")) == ["a", "b", "bias"]
     assert (to / "model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
