@@ -10,7 +10,7 @@ import os
 import shlex
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +19,7 @@ import torch
 
 from nmrun import recipes
 from nmrun.errors import ConfigError, RunError, refused
-from nmrun.lab import arguments
+from nmrun.lab import arguments, output
 from nmrun.lab.compare.runs import collect, summary
 from nmrun.lab.config import command_line, experiment, launchers
 from nmrun.lab.keys import fields, options
@@ -206,22 +206,16 @@ class Result:
             raise RunError(" ".join(str(error).split())) from None
 
     def __repr__(self) -> str:
-        lines = self._lines()
-        width = max(len(name) for name, _ in lines)
-        return "\n".join(["nmrun.Result", *(f"  {name:{width}}  {value}" for name, value in lines)])
-
-    def _lines(self) -> list[tuple[str, str]]:
-        config = self.config
-        groups = ("dataset", "model", "recipe")
-        metrics = {name: value for name, value in self.metrics.items() if name[:5] != "best/"}
-        return [
-            ("status", self.status),
-            *((group, str(config[group]["name"])) for group in groups),
-            ("sparsity", written(config["sparsity"])),
-            ("seed", str(config["seed"])),
-            *((name, "-" if value is None else f"{value:.4g}") for name, value in metrics.items()),
-            ("folder", str(self.folder)),
-        ]
+        config, last = self.config, self.metrics.items()
+        lines = {
+            "nmrun.Result": self.status,
+            **{group: str(config[group]["name"]) for group in ("dataset", "model", "recipe")},
+            "sparsity": written(config["sparsity"]),
+            "seed": str(config["seed"]),
+            **{name: "-" if v is None else f"{v:.4g}" for name, v in last if name[:5] != "best/"},
+            "folder": str(self.folder),
+        }
+        return "\n".join(output.aligned([*lines.items()]))
 
 
 # --- arguments of Python as words -----------------------------------------------------------------
@@ -236,10 +230,6 @@ def parse(
     ConfigError for another option of the command line, for values that no override can have, and
     for a sweep where there is no ``multirun``.
     """
-    if isinstance(overrides, Mapping) or not isinstance(overrides, Iterable | None):
-        raise ConfigError(
-            f"{overrides!r}: overrides are a text or a list of texts, as in 'recipe=step seed=3'"
-        )
     with refused(f"{overrides}: ", ValueError):
         words = shlex.split(overrides) if isinstance(overrides, str) else list(overrides or [])
     given = command_line.options([*words, *words_of(settings)])
