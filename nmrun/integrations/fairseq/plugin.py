@@ -98,8 +98,8 @@ def begin(trainer: Trainer) -> Handle:
     options or optimizer cannot serve, TypeError for an unknown hyperparameter."""
     config, arguments = trainer.cfg.optimization, keywords(trainer.cfg.optimization.nm_options)
     total = arguments.pop("total_steps", None)
-    training = Training(config.nm_recipe, config.nm_pattern, total, arguments)
-    return training.begin(trainer._model, trainer._optimizer.optimizer, updates(trainer))
+    training = Training(config.nm_recipe, config.nm_pattern, total, **arguments)
+    return training._begin(trainer._model, trainer._optimizer.optimizer, updates(trainer))
 
 
 def updates(trainer: Trainer) -> int | None:
