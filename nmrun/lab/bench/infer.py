@@ -95,27 +95,18 @@ def chosen(
     kinds: Sequence[str], patterns: Sequence[Pattern], precisions: Sequence[str] | None,
     device: torch.device,
 ) -> list[Arm]:  # fmt: skip
-    """The arms that this device supports. ConfigError for an unsupported precision, and where no
-    arm is left."""
+    """The arms of some kinds, by default in the precisions that this device multiplies."""
     on_gpu = device.type == "cuda"
-    supported = {
-        FLOAT32: not on_gpu,
-        BF16: on_gpu or has_bf16(),
-        INT8: not on_gpu and not int8.KERNELS.obstacle(),
-    }
-    for precision in precisions or ():
-        if not supported[precision]:
-            gpu, cpu = "2:4 products on a GPU are bf16", "this processor has no instructions for it"
-            raise ConfigError(f"--precisions {precision}: {gpu if on_gpu else cpu}")
+    if precisions is None:
+        low = {BF16: has_bf16(), INT8: not int8.KERNELS.obstacle()}
+        precisions = [BF16] if on_gpu else [FLOAT32, *(name for name in low if low[name])]
     arms: list[Arm] = []
     for kind in kinds:
-        for precision in precisions or [p for p in PRECISIONS if supported[p]]:
+        for precision in precisions:
             if kind.startswith("packed"):
                 arms += [(precision, kind, str(pattern)) for pattern in patterns]
             elif not on_gpu if kind == "openvino" else precision != INT8:
                 arms.append((precision, kind, ""))
-    if not arms:
-        raise ConfigError(f"--arms {' '.join(kinds)}: none of them is for these --precisions")
     return arms
 
 

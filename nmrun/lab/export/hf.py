@@ -16,7 +16,6 @@ from nmrun.lab.export.finished_run import FinishedRun, SparseLayer
 from nmrun.lab.keys.models import GPT
 from nmrun.lab.keys.options import CLASSES, kind
 from nmrun.lab.models.hugging_face import TRANSPOSED, EncoderClassifier
-from nmrun.lab.models.texts import GPTNetwork
 from nmrun.lab.tasks.hugging_face import fetch, quiet
 from nmrun.lab.tasks.text.corpus import LEVELS
 from nmrun.sparsity.check import check_nm
@@ -109,19 +108,6 @@ def _gpt2(run: FinishedRun, config: Any) -> Made:
         }
         state = zeros | state
     _fill(theirs, state)
-    ours = GPTNetwork(
-        *(config.vocab_size, config.n_positions, config.n_layer, config.n_head, config.n_embd),
-        bias=has_bias,
-        activation=next(n for n, of in ACTIVATIONS.items() if of == config.activation_function),
-    ).eval()
-    ours.load_state_dict(run.state)
-    tokens = torch.arange(4 * config.n_positions).view(4, -1) % config.vocab_size
-    with torch.no_grad():
-        expected, logits = ours(tokens), theirs(tokens).logits
-    if not torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
-        raise RunError(
-            "Hugging Face's GPT-2 does not compute with these weights what the run's does"
-        )
     return theirs, names
 
 
