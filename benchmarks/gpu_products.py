@@ -92,8 +92,11 @@ def main() -> int:
 
     def arms(inputs: int, outputs: int, tokens: int) -> dict[str, Callable[[Row], Call]]:
         if options.layer:
-            size = inputs, outputs, tokens, options.accumulate
-            return {name: lambda _, name=name: layer(name, *size) for name in LAYERS}
+
+            def of(name: str, _: Row) -> Call:
+                return layer(name, inputs, outputs, tokens, options.accumulate)
+
+            return {name: partial(of, name) for name in LAYERS}
         x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
         weight = semi_structured.transposable(outputs, inputs, DEVICE)
         full = torch.randn(outputs, inputs, device=DEVICE).bfloat16()

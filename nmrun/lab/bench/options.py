@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError
 from nmrun.lab.arguments import Parser, files_of_the_command, in_range
@@ -147,7 +147,7 @@ def _parser() -> Parser:
 
     text = "Training steps of recipes and of plain loops, beside dense ones"
     train = parsers.add_parser("train", parents=[both], help=text, description=f"{text}.")
-    several = {"nargs": "+"}
+    several: dict[str, Any] = {"nargs": "+"}
     text = "default: gpt_tiny"
     train.add_argument("--models", **several, choices=NETWORKS, default=["gpt_tiny"], help=text)
     text = "default: 2:4"

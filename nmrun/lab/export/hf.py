@@ -77,6 +77,7 @@ def _config(run: FinishedRun) -> Any:
 
     options = run.result["config"]["model"]
     vocabulary, width = run.state["wte.weight"].shape
+    dropout: Any = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options["dropout"])
     return transformers.GPT2Config(
         vocab_size=vocabulary,
         n_positions=len(run.state["wpe.weight"]),
@@ -84,8 +85,9 @@ def _config(run: FinishedRun) -> Any:
         n_layer=options["layers"],
         n_head=options["heads"],
         activation_function=ACTIVATIONS[options.get("activation", "gelu")],
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options["dropout"]),
-        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # the data do not have such tokens
+        bos_token_id=None,  # the data do not have such tokens
+        eos_token_id=None,
+        **dropout,
     )
 
 
