@@ -262,51 +262,6 @@ def test_a_model_that_is_one_layer_and_one_that_is_attention():
         check_nm(model, "1:4", exclude=None)
 
 
-# --- a model in training is exported as it is -----------------------------------------------------
-
-
-@pytest.mark.parametrize("recipe", ["sr_ste", "s_ste", "step", "bi_mask"])
-def test_torch_exports_the_live_model(recipe):
-    """Its weights are the projected ones, and it trains on."""
-    model, handle = trained(recipe, TOTAL - 1, exclude="5")
-    assert handle.is_sparse
-    x = torch.randn(2, 8, 3, 3)
-    exported = torch.export.export(model, (x,))
-    torch.testing.assert_close(exported.module()(x), model(x), rtol=0, atol=0)
-    assert sorted(exported.state_dict) == sorted(model.state_dict())
-    for name in ("0.weight", "3.weight"):
-        check_nm(exported.state_dict[name].detach(), "2:4")
-    model.train()(torch.randn(4, 8, 3, 3)).square().mean().backward()
-    handle.optimizer.step()
-    handle.finalize()
-
-
-@pytest.mark.slow
-def test_onnx_takes_the_live_model(tmp_path):
-    onnx, runtime = (
-        pytest.importorskip("onnx", reason="needs nmrun[onnx]"),
-        pytest.importorskip("onnxruntime"),
-    )
-    pytest.importorskip("onnxscript")
-    model, _ = trained("sr_ste", TOTAL - 1, exclude="5")
-    x, place = torch.randn(2, 8, 3, 3), tmp_path / "live.onnx"
-    torch.onnx.export(
-        model, (x,), str(place), dynamo=True, verbose=False, input_names=["x"], external_data=False
-    )
-    session = runtime.InferenceSession(str(place), providers=["CPUExecutionProvider"])
-    (output,) = session.run(None, {"x": x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(output), model(x).detach(), rtol=1e-4, atol=1e-5)
-    stored = {
-        t.name: torch.tensor(onnx.numpy_helper.to_array(t))
-        for t in onnx.load(str(place)).graph.initializer
-    }
-    convolutions = [t for t in stored.values() if t.dim() == 4]
-    assert len(convolutions) == 2
-    for weight in convolutions:
-        check_nm(weight, "2:4")
-        assert weight.any()
-
-
 # --- nmrun export ---------------------------------------------------------------------------------
 
 
