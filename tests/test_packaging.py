@@ -32,19 +32,20 @@ def build(what: str, source: Path, to: Path) -> Path:
     return to / process.stdout.splitlines()[-1]
 
 
+def copied(to: Path) -> Path:
+    """A copy of what a wheel is built from."""
+    for folder in ("nmrun", "conf"):  # nmrun/conf is a link to conf, and stays one
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, to / folder, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, to / name)
+    return to
+
+
 @pytest.mark.slow
 def test_wheel_and_sdist_have_all_code_and_configs(tmp_path):
     pytest.importorskip("setuptools")
-    source = tmp_path / "source"
-    for folder in ("nmrun", "conf"):  # nmrun/conf is a link to conf, and stays one
-        shutil.copytree(
-            ROOT / folder,
-            source / folder,
-            symlinks=True,
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
+    source = copied(tmp_path / "source")
     wheel, sdist = build("wheel", source, tmp_path), build("sdist", source, tmp_path)
     with zipfile.ZipFile(wheel) as archive:
         packed = set(archive.namelist())
@@ -84,18 +85,8 @@ def test_the_wheel_trains_in_a_clean_environment(tmp_path, version, compiler):
     call = [uv, "venv", "--quiet", "--no-python-downloads", "--python", version, environment]
     if subprocess.run(call, capture_output=True).returncode:
         pytest.skip(f"there is no Python {version}")
-    call = [
-        uv,
-        "pip",
-        "install",
-        "--quiet",
-        "--python",
-        python,
-        "--constraint",
-        ROOT / "constraints.txt",
-        wheel,
-    ]
-    subprocess.run(call, check=True)
+    pip = [uv, "pip", "install", "--quiet", "--python", python]
+    subprocess.run([*pip, "--constraint", ROOT / "constraints.txt", wheel], check=True)
     settings = without_path()
     if not compiler:
         settings["PATH"] = str(environment / "bin")
@@ -113,17 +104,7 @@ def test_the_wheel_trains_in_a_clean_environment(tmp_path, version, compiler):
 def test_imports_in_the_folder_that_holds_the_clone(tmp_path):
     # The clone is called nmrun too. Without an __init__.py it is a namespace package there, which must
     # not hide the package of an editable installation.
-    clone = tmp_path / "nmrun"
-    clone.mkdir()
-    for folder in ("nmrun", "conf"):
-        shutil.copytree(
-            ROOT / folder,
-            clone / folder,
-            symlinks=True,
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, clone / name)
+    clone = copied(tmp_path / "nmrun")
     wheels, site = tmp_path / "wheels", tmp_path / "site"
     wheels.mkdir()
     with zipfile.ZipFile(build("editable", clone, wheels)) as archive:

@@ -233,7 +233,6 @@ def _of_texts(
 
 def image_input(file: Path, signature: dict[str, Any]) -> Tensor:
     """What the network takes of an image file (C, H, W), by the ``input`` of a task's signature."""
-    import numpy as np
     import torch
     from PIL import Image, ImageOps
     from torchvision.transforms import functional as tv
@@ -249,8 +248,6 @@ def image_input(file: Path, signature: dict[str, Any]) -> Tensor:
         image = tv.center_crop(tv.resize(image, resize["shorter_side"]), [height, width])
     elif image.size != (width, height):
         image = ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)
-    pixels = (
-        torch.from_numpy(np.array(image)).float().view(height, width, channels).permute(2, 0, 1)
-    )
+    pixels = tv.pil_to_tensor(image).float()
     mean, std = (torch.tensor(signature[key]).view(-1, 1, 1) for key in ("mean", "std"))
     return (pixels * (signature["range"][1] / 255) - mean) / std

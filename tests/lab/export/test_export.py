@@ -163,25 +163,6 @@ def test_of_a_plain_model_every_weight_that_could_hold_is_checked():
         check_nm(model, "2:4", exclude="head")
 
 
-def test_of_a_sparse_model_the_weights_in_use_are_checked():
-    """It is a plain model: check_nm is told the same overrides that sparsify was."""
-    ratios = {"0": "1:8", "5": "dense"}
-    model, handle = trained("asp", 2, overrides=ratios)
-    with pytest.raises(ValueError, match=r"^0.weight is not 1:8"):  # the dense phase
-        check_nm(model, "2:4", overrides=ratios, exclude=None)
-    model, handle = trained("asp", 6, overrides=ratios)
-    for finished in (False, True):
-        if finished:
-            handle.finalize()
-        assert check_nm(model, "2:4", overrides=ratios, exclude=None) == ["0.weight", "3.weight"]
-        assert check_nm(model, "3:4", overrides=ratios, exclude=None) == ["0.weight", "3.weight"]
-        with pytest.raises(ValueError, match=r"^3.weight is not 1:4"):
-            check_nm(model, "1:4", overrides=ratios, exclude=None)
-        # it does not know what was dense by choice
-        with pytest.raises(ValueError, match=r"^5.weight is not 2:4"):
-            check_nm(model, "2:4", exclude=None)
-
-
 @pytest.mark.parametrize("steps", [0, 3, TOTAL])
 @pytest.mark.parametrize(
     "recipe", ["sr_ste", "s_ste", "asp", "step", "bi_mask", "lbc", "maskllm", "mdgf_linear"]
