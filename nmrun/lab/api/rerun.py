@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from nmrun.errors import ConfigError, RunError, raise_all, tell
+from nmrun.errors import ConfigError, RunError, tell
 from nmrun.lab.arguments import Parser
 from nmrun.lab.config import command_line
 from nmrun.lab.config.composition import config_of
@@ -41,13 +41,6 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--yes", action="store_true", help="run also code that the folder names")
     options = parser.parse_intermixed_args(argv)
-    overrides, problems = command_line.parsed(options.changes)
-    problems += [
-        f"{override.input_line}: several values make a sweep, and this is one run"
-        for override in overrides
-        if override.is_sweep_override()
-    ]
-    raise_all(problems)
     # these two say how the run was begun, not what it is
     changed = {"force", "resume", *map(command_line.key, options.changes)}
     if re.search(r"\.csv(:|$)", options.run):

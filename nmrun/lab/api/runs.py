@@ -21,7 +21,7 @@ from nmrun import recipes
 from nmrun.errors import ConfigError, RunError, refused
 from nmrun.lab import arguments, output
 from nmrun.lab.compare.runs import collect, summary
-from nmrun.lab.config import command_line, experiment, launchers
+from nmrun.lab.config import command_line, launchers
 from nmrun.lab.keys import fields, options
 from nmrun.lab.records import sweep as record
 from nmrun.lab.records.sweep import recorded
@@ -227,8 +227,7 @@ def parse(
     """The overrides that ``overrides`` and ``settings`` (see :func:`words_of`), which win, are; and
     the folder of more configs.
 
-    ConfigError for another option of the command line, for values that no override can have, and
-    for a sweep where there is no ``multirun``.
+    ConfigError for another option of the command line, and for values that no override can have.
     """
     with refused(f"{overrides}: ", ValueError):
         words = shlex.split(overrides) if isinstance(overrides, str) else list(overrides or [])
@@ -237,11 +236,6 @@ def parse(
     for name in (name for name, value in vars(given).items() if value and name not in allowed):
         hint = "; nmrun.sweep does several runs" if name == "multirun" else ""
         raise ConfigError(f"--{name.replace('_', '-')}: not for Python{hint}")
-    for override in () if multirun else command_line.parsed(given.overrides)[0]:
-        own = experiment.own(given.config_dir) if override.key_or_group == "experiment" else []
-        table = override.key_or_group in ("experiment", "zip") and override.value() not in own
-        if override.is_sweep_override() or table:
-            raise ConfigError(f"{override.input_line}: nmrun.sweep does several runs")
     return given.overrides, given.config_dir
 
 

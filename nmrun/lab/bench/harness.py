@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import platform
 import random
@@ -158,11 +157,8 @@ def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
 
 def speedup(times: Sequence[float], base: Sequence[float]) -> Row:
     """Milliseconds, and how many times as fast as ``base`` in the same rounds."""
-    return {
-        "n": len(times),
-        **quartiles("ms", times),
-        **quartiles("speedup", ratios(base, times)),
-    }
+    faster = quartiles("speedup", ratios(base, times))
+    return {"n": len(times), **quartiles("ms", times), **faster}
 
 
 # --- one comparison -------------------------------------------------------------------------------
@@ -291,29 +287,13 @@ def run(name: str, benchmark: Benchmark, out: Path | None, command: str) -> None
         raise RunError(first_line(error)) from None
     finally:
         if any("ms" in row for row in rows):
-            report(name, rows, benchmark, out, command)
+            machine = hardware(benchmark.clock.device)
+            text = "\n\n".join([benchmark.page(rows), machine_line(machine), f"    {command}"])
+            print(text)
+            if out:
+                file = out / f"{name}_{'gpu' if benchmark.clock.gpu else 'cpu'}.md"
+                file.write_text(text + "\n")
+                record = {"benchmark": name, "command": command, "hardware": machine, "rows": rows}
+                file.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     if not any("ms" in row for row in rows):
         raise RunError("; ".join(dict.fromkeys(f"{row['arm']}: {row['wrong']}" for row in rows)))
-
-
-def report(
-    name: str, rows: list[Row], benchmark: Benchmark, out: Path | None, command: str
-) -> None:
-    """Print the page of some rows, and write both into the folder ``out``."""
-    device = benchmark.clock.device
-    machine = hardware(device)
-    text = "\n\n".join([benchmark.page(rows), machine_line(machine), f"    {command}"])
-    print(text)
-    if out:
-        file = out / f"{name}_{'gpu' if device.type == 'cuda' else 'cpu'}.md"
-        about = {"benchmark": name, "command": command, "hardware": machine}
-        record = {**about, "rows": [_rounded(row) for row in rows]}
-        file.write_text(text + "\n")
-        file.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-
-
-def _rounded(row: Row) -> Row:
-    return {
-        key: float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value
-        for key, value in row.items()
-    }
