@@ -4,6 +4,7 @@ description of the machine, and the report."""
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import platform
@@ -12,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -129,20 +130,24 @@ def cpu_clock() -> Clock:
 def rounds(
     arms: Mapping[Arm, Call], count: int, clock: Callable[[Call], float], warm_up: int = WARM_UP
 ) -> dict[Arm, list[float]]:
-    """The times of ``count`` rounds; ``warm_up`` rounds before do not count. Each times every arm once,
-    in a new random order, so that a machine that slows down or speeds up favours none."""
+    """The times of ``count`` rounds, as of :func:`turns`; ``warm_up`` rounds before do not count."""
+    whole = list(itertools.islice(turns(arms, clock), warm_up, warm_up + count))
+    return {arm: [times[arm] for times in whole] for arm in arms}
+
+
+def turns(arms: Mapping[Arm, Call], clock: Callable[[Call], float]) -> Iterator[dict[Arm, float]]:
+    """Endless rounds. Each times every arm once, in a new random order, so that a machine that
+    slows down or speeds up favours none."""
     shuffled, collecting = random.Random(0), gc.isenabled()
-    times: dict[Arm, list[float]] = {arm: [] for arm in arms}
-    for _ in range(warm_up + count):
+    while True:
         gc.disable()
         try:
-            for arm in shuffled.sample(list(arms), len(arms)):
-                times[arm].append(clock(arms[arm]))
+            times = {arm: clock(arms[arm]) for arm in shuffled.sample(list(arms), len(arms))}
         finally:
             if collecting:
                 gc.enable()
         gc.collect()
-    return {arm: measured[warm_up:] for arm, measured in times.items()}
+        yield times
 
 
 def quartiles(name: str, values: Sequence[float]) -> Row:
@@ -176,17 +181,18 @@ class Case(NamedTuple):
     arms: Mapping[str, Callable[[Row], Call]]
 
 
-def measure(case: Case, count: int, clock: Callable[[Call], float]) -> list[Row]:
-    """A row for each arm, with its ``times``, or what is ``wrong``.
+def measure(case: Case, count: int, clock: Callable[[Call], float], rows: list[Row]) -> None:
+    """Add a row for each arm, with the ``times`` of whole rounds, or what is ``wrong``.
 
     Each arm is made, and its first time printed; then they take turns. One that fails is left out. If
     the first one fails, so do all others.
     """
-    rows: dict[str, Row] = {}
+    of_arm: dict[str, Row] = {}
     calls: dict[str, Call] = {}
     title = ", ".join(map(str, case.about.values()))
     for arm, make in case.arms.items():
-        row = rows[arm] = {**case.about, "arm": arm}
+        row = of_arm[arm] = {**case.about, "arm": arm}
+        rows.append(row)
         note(f"{title}, {arm}: ", end="")
         try:
             call = make(row)
@@ -204,9 +210,9 @@ def measure(case: Case, count: int, clock: Callable[[Call], float]) -> list[Row]
             calls[arm] = call
             note(f"{first:.3g} ms at first")
     note(f"{title}: {quantity(count, 'round')} of {quantity(len(calls), 'arm')}")
-    for arm, times in rounds(calls, count, clock, warm_up=0).items():
-        rows[arm]["times"] = times
-    return list(rows.values())
+    for times in itertools.islice(turns(calls, clock), count):
+        for arm, ms in times.items():
+            of_arm[arm].setdefault("times", []).append(ms)
 
 
 def beside_first(rows: list[Row]) -> None:
@@ -270,16 +276,17 @@ class Benchmark(NamedTuple):
 def run(name: str, benchmark: Benchmark, out: Path | None, command: str) -> None:
     """Measure case by case, then print the page and with ``out`` write it as .md and .json.
 
-    After an error or Ctrl-C the cases that are done are reported.
+    After an error or Ctrl-C the whole rounds so far are reported.
     """
     rows: list[Row] = []
     try:
         for case in benchmark.cases:
-            measured = measure(case, benchmark.rounds, benchmark.clock)
-            benchmark.compared(measured)
-            for row in measured:
-                row.pop("times", None)
-            rows += measured
+            measured: list[Row] = []
+            try:
+                measure(case, benchmark.rounds, benchmark.clock, measured)
+            finally:
+                benchmark.compared(measured)
+                rows += [row for row in measured if row.pop("times", None) or "wrong" in row]
             torch.compiler.reset()  # the compiler keeps what it compiled, up to a limit
             gc.collect()
             torch.cuda.empty_cache()

@@ -83,7 +83,8 @@ def test_a_small_language_model(
         model.model.set_attn_implementation("sdpa")  # with a mask
         torch.testing.assert_close(model(x), output)
     case = infer.case(name, (1, 5), model, x, [("float32", "packed", "1:4")])
-    rows = harness.measure(case, 2, harness.Clock(CPU))
+    rows: list[harness.Row] = []
+    harness.measure(case, 2, harness.Clock(CPU), rows)
     infer.compared(rows)
     assert [row["arm"] for row in rows] == ["torch", "packed"]
     assert not any("wrong" in row for row in rows)
