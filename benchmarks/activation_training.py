@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from nmrun.lab.bench.harness import cpu_clock, rounds, speedup
-from nmrun.lab.bench.networks import composed
+from nmrun.lab.bench.options import composed
 from nmrun.lab.train import build
 from nmrun.lab.train.steps import TrainingSteps
 

@@ -57,7 +57,7 @@ train() { # name, most seconds, model, options and overrides
 infer() { # model, most seconds, sizes
   local model=$1 most=$2
   shift 2
-  bench "infer_$model" "$most" -m nmrun bench infer --device cuda --models "$model" --rounds 8 \
+  bench "infer_$model" "$most" -m nmrun bench infer --device cuda --models "$model" --sparsity 2:4 --rounds 8 \
     --arms torch packed compiled packed_compiled --tokens "$@"
 }
 

@@ -26,7 +26,7 @@ from nmrun.errors import refuse
 from nmrun.fast import acceleration
 from nmrun.fast.gpu import semi_structured
 from nmrun.lab.bench import harness
-from nmrun.lab.bench.harness import Benchmark, Call, Case
+from nmrun.lab.bench.harness import Benchmark, Call, Case, Row
 from nmrun.step.sparsify import sparsify
 
 DEVICE = torch.device("cuda")
@@ -90,16 +90,19 @@ def main() -> int:
     if why := acceleration.obstacle(DEVICE):
         return refuse([f"{why}: there are no 2:4 products to measure"])
 
-    def arms(inputs: int, outputs: int, tokens: int) -> dict[str, Callable[[], Call]]:
+    def arms(inputs: int, outputs: int, tokens: int) -> dict[str, Callable[[Row], Call]]:
         if options.layer:
-            size = inputs, outputs, tokens, options.accumulate
-            return {name: partial(layer, name, *size) for name in LAYERS}
+
+            def of(name: str, _: Row) -> Call:
+                return layer(name, inputs, outputs, tokens, options.accumulate)
+
+            return {name: partial(of, name) for name in LAYERS}
         x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
         weight = semi_structured.transposable(outputs, inputs, DEVICE)
         full = torch.randn(outputs, inputs, device=DEVICE).bfloat16()
         return {
-            "dense": lambda: partial(functional.linear, x, full),
-            "cusparselt": partial(sparse, "cusparselt", weight, x),
+            "dense": lambda _: partial(functional.linear, x, full),
+            "cusparselt": lambda _: sparse("cusparselt", weight, x),
         }
 
     def cases() -> Iterator[Case]:
@@ -107,15 +110,15 @@ def main() -> int:
             inputs, outputs = map(int, shape.split("x"))
             for tokens in options.tokens:
                 size = f"{inputs} to {outputs}, {tokens} tokens"
-                rows = partial(harness.beside_first, {"size": size})
-                yield Case(size, arms(inputs, outputs, tokens), rows)
+                yield Case({"size": size}, arms(inputs, outputs, tokens))
 
     what = (
         f"A linear layer, {options.accumulate} micro-batches a step" if options.layer else "x W^T"
     )
     page = partial(harness.speeds, f"{what}: times as fast as dense", "size")
     command = shlex.join(["python", *sys.argv])
-    benchmark = Benchmark(cases(), page, DEVICE, harness.Clock(DEVICE, flush=True), options.rounds)
+    clock = harness.Clock(DEVICE, flush=True)
+    benchmark = Benchmark(cases(), page, clock, options.rounds)
     name = "layer" if options.layer else "gemm"
     harness.run(name, benchmark, options.out, command)
     return 0

@@ -33,7 +33,7 @@ COLUMNS = (
 
 def row(folder: Path) -> dict[str, object]:
     """What one run's export says."""
-    run = finished_run.load(folder)
+    run = finished_run.read(folder)
     config = run.result["config"]
     with tempfile.TemporaryDirectory() as to:
         first, told, *_ = packed.write(run, Path(to), "int8")

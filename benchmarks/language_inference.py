@@ -118,8 +118,9 @@ def main() -> None:
                 yield infer.case(title, size, model, x.to(device), arms)
 
     command = shlex.join(["python", *sys.argv])
-    page, clock = partial(infer.page, device=device), harness.Clock(device)
-    benchmark = Benchmark(cases(), page, device, clock, options.rounds)
+    clock = harness.Clock(device)
+    page = partial(infer.page, clock=clock)
+    benchmark = Benchmark(cases(), page, clock, options.rounds, infer.compared)
     harness.run("language_inference", benchmark, options.out, command)
 
 

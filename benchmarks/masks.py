@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nmrun.kernels import projection
 from nmrun.lab.bench import harness
-from nmrun.lab.bench.harness import Benchmark, Call, Case
+from nmrun.lab.bench.harness import Benchmark, Call, Case, Row
 from nmrun.patterns import Pattern
 from nmrun.sparsity import reference
 
@@ -62,7 +62,7 @@ WAYS: dict[str, Way] = {
 }
 
 
-def call(way: Way, weight: Tensor, out: Tensor, pattern: Pattern) -> Call:
+def call(way: Way, weight: Tensor, out: Tensor, pattern: Pattern, _: Row) -> Call:
     """One projection, ready to be timed."""
     return partial(way, weight, out, pattern)
 
@@ -85,13 +85,13 @@ def main() -> None:
             out = torch.empty_like(weight)
             arms = {name: partial(call, way, weight, out, pattern) for name, way in WAYS.items()}
             about = {"N:M": str(pattern), "millions": options.weights}
-            rows = partial(harness.beside_first, about)
-            yield Case(str(pattern), arms, rows)
+            yield Case(about, arms)
 
     title = f"Projections of {options.weights:g} million float32 weights, times as fast as a copy"
     page = partial(harness.speeds, title, "N:M")
     command = shlex.join(["python", *sys.argv])
-    benchmark = Benchmark(cases(), page, device, harness.Clock(device, flush=True), options.rounds)
+    clock = harness.Clock(device, flush=True)
+    benchmark = Benchmark(cases(), page, clock, options.rounds)
     harness.run("masks", benchmark, options.out, command)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from nmrun.lab.bench import harness, train
 from nmrun.lab.bench.harness import Benchmark, Call, Case, Row
-from nmrun.lab.bench.networks import NETWORKS, composed, random_text
+from nmrun.lab.bench.options import NETWORKS, composed, random_text
 from nmrun.lab.train.build import prepare
 
 OFF = "trainer.acceleration=off"
@@ -43,11 +43,12 @@ def main() -> None:
             folder = Path(name)
             random_text(folder)
 
-            def loop(how: list[str], facts: Row) -> Call:
-                return train.nmruns_loop(composed(folder, [*words, *how]), options.steps, facts)
+            def loop(how: list[str], row: Row) -> Call:
+                return train.nmruns_loop(composed(folder, [*words, *how]), options.steps, row)
 
-            def plain(facts: Row) -> Call:
-                return train.plain_loop(composed(folder, [*words, "recipe=dense"]), options.steps)
+            def plain(row: Row) -> Call:
+                dense = composed(folder, [*words, "recipe=dense"])
+                return train.plain_loop(dense, options.steps, row)
 
             for ratio in options.sparsity:
                 sparse = [f"recipe={options.recipe}", f"sparsity='{ratio}'"]
@@ -58,12 +59,12 @@ def main() -> None:
                     "masked": partial(loop, [*sparse, OFF]),
                     "accelerated": partial(loop, sparse),
                 }
-                yield train.case(options.model, ratio, loops, options.steps)
+                yield Case({"model": options.model, "sparsity": ratio}, loops)
 
-    device = prepare(composed(Path(), words))
-    page = partial(train.page, steps=options.steps, device=device)
+    clock = harness.Clock(prepare(composed(Path(), words)), options.steps)
+    page = partial(train.page, clock=clock)
     command = shlex.join(["python", *sys.argv])
-    benchmark = Benchmark(cases(), page, device, harness.Clock(device), options.rounds)
+    benchmark = Benchmark(cases(), page, clock, options.rounds, train.compared)
     harness.run("training_products", benchmark, options.out, command)
 
 

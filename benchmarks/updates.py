@@ -21,7 +21,7 @@ from torch import nn
 
 from nmrun import optim
 from nmrun.lab.bench import harness
-from nmrun.lab.bench.harness import Benchmark, Case
+from nmrun.lab.bench.harness import Benchmark, Call, Case, Row
 from nmrun.step.sparsify import sparsify
 
 SHAPE = (3072, 768)  # of a weight: GPT-2's feed-forward layers
@@ -59,19 +59,23 @@ def main() -> None:
     device = torch.device(options.device)
     count = max(1, round(options.weights * 1e6 / (SHAPE[0] * SHAPE[1])))
 
+    def of(recipe: str, in_one_pass: bool, _: Row) -> Call:
+        return step(recipe, count, device, in_one_pass)
+
     def cases() -> Iterator[Case]:
         for recipe in options.recipes:
             arms = {
-                "dense": partial(step, "dense", count, device),
-                "one pass": partial(step, recipe, count, device),
-                "apart": partial(step, recipe, count, device, in_one_pass=False),
+                "dense": partial(of, "dense", True),
+                "one pass": partial(of, recipe, True),
+                "apart": partial(of, recipe, False),
             }
-            yield Case(recipe, arms, partial(harness.beside_first, {"recipe": recipe}))
+            yield Case({"recipe": recipe}, arms)
 
     title = f"Optimizer steps of {options.weights:g} million float32 weights at 2:4, times as fast as fused AdamW"
     page = partial(harness.speeds, title, "recipe")
     command = shlex.join(["python", *sys.argv])
-    benchmark = Benchmark(cases(), page, device, harness.Clock(device, flush=True), options.rounds)
+    clock = harness.Clock(device, flush=True)
+    benchmark = Benchmark(cases(), page, clock, options.rounds)
     harness.run("updates", benchmark, options.out, command)
 
 

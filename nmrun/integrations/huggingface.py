@@ -9,14 +9,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.integrations.training import Training, end, warn_if_late
-from nmrun.patterns import Pattern
-from nmrun.recipes.base import Recipe
-from nmrun.step.handle import Handle
 from nmrun.step.resume import has_state
 from nmrun.step.sparsify import unwrapped
 
 
-class NMTrainerCallback(TrainerCallback):
+class NMTrainerCallback(Training, TrainerCallback):
     """Lets the Trainer train with N:M sparse weights. ::
 
         trainer = Trainer(model, args, train_dataset=data, callbacks=[NMTrainerCallback("sr_ste", "2:4")])
@@ -34,16 +31,7 @@ class NMTrainerCallback(TrainerCallback):
             checked here, the rest when the training begins.
     """
 
-    def __init__(
-        self,
-        recipe: str | Recipe = "sr_ste",
-        pattern: str | Pattern = "2:4",
-        total_steps: int | None = None,
-        **options: Any,
-    ) -> None:
-        self.handle: Handle | None = None
-        self._training = Training(recipe, pattern, total_steps, options)
-        self._step, self._was_sparse = 0, True
+    _step = 0
 
     def on_train_begin(
         self,
@@ -61,11 +49,11 @@ class NMTrainerCallback(TrainerCallback):
         schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)  # in accelerate's wrapper
         # plain SGD never has any state; the schedule is saved and loaded with the optimizer
         loaded = has_state(unwrapped(optimizer)) or getattr(schedule, "last_epoch", False)
-        self.handle = self._training.begin(model, optimizer, state.max_steps, state.global_step > 0)
+        handle = self._begin(model, optimizer, state.max_steps, state.global_step > 0)
         # of shards, accelerate has loaded what the optimizer had keys for then: none of nmrun's
-        sharded = any(weight.is_sharded for weight in self.handle.sparse)
-        if state.global_step and (sharded or not loaded) and not self.handle.recipe.step:
-            self.handle.abandon()
+        sharded = any(weight.is_sharded for weight in handle.sparse)
+        if state.global_step and (sharded or not loaded) and not handle.recipe.step:
+            handle.abandon()
             why = (
                 "is in shards (FSDP), of which the Trainer loads what every optimizer has"
                 if loaded
@@ -75,21 +63,22 @@ class NMTrainerCallback(TrainerCallback):
                 f"the checkpoint of step {state.global_step} {why}, so no dense weights and no "
                 "clock of the recipe: begin a new training with its model"
             )
-        self._training.evaluating(args.eval_on_start)
-        warn_if_late(self.handle, state.global_step)
+        self._evaluating(args.eval_on_start)
+        warn_if_late(handle, state.global_step)
         self._log_events(state)
-        self._step, self._was_sparse = self.handle.recipe.step, self.handle.is_sparse
+        self._becomes_sparse()
+        self._step = handle.recipe.step
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Train on after an evaluation, of one data set or several."""
-        self._training.evaluating(False)
+        self._evaluating(False)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._training.evaluating(control.should_evaluate)
+        self._evaluating(control.should_evaluate)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -103,10 +92,10 @@ class NMTrainerCallback(TrainerCallback):
                 "another optimizer than the Trainer's first one moves the weights: give "
                 "it to the Trainer by optimizers=(optimizer, scheduler)"
             )
-        if self.handle.is_sparse and not self._was_sparse:
+        if self._becomes_sparse():
             state.best_metric = state.best_model_checkpoint = state.best_global_step = None
-        self._step, self._was_sparse = step, self.handle.is_sparse
-        self._training.evaluating(control.should_evaluate)
+        self._step = step
+        self._evaluating(control.should_evaluate)
         self._log_events(state)
 
     def _log_events(self, state: TrainerState) -> None:
@@ -123,7 +112,7 @@ class NMTrainerCallback(TrainerCallback):
         that a search for hyperparameters has pruned is left without an end. Raises RunError as
         :meth:`nmrun.Handle.finalize`, and where the best model is not N:M."""
         assert self.handle is not None
-        self._training.evaluating(False)
+        self._evaluating(False)
         if state.is_hyper_param_search and not control.should_training_stop:
             self.handle.abandon()
         else:

@@ -16,7 +16,7 @@ from nmrun.recipes.base import Recipe
 from nmrun.step.handle import Handle
 
 
-class NMCallback(Callback):
+class NMCallback(Training, Callback):
     """Lets Lightning train with N:M sparse weights. ::
 
         trainer = Trainer(max_epochs=10, callbacks=[NMCallback("sr_ste", "2:4")])
@@ -46,9 +46,8 @@ class NMCallback(Callback):
         optimizer: int | None = None,
         **options: Any,
     ) -> None:
-        self.handle: Handle | None = None
-        self._training = Training(recipe, pattern, total_steps, options)
-        self._optimizer, self._was_sparse = optimizer, True
+        super().__init__(recipe, pattern, total_steps, **options)
+        self._optimizer = optimizer
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the weights sparse; the optimizer's state is loaded after this. Raises ConfigError
@@ -67,45 +66,41 @@ class NMCallback(Callback):
             )
         if _has_no_steps(trainer):
             return
-        optimizers = trainer.optimizers
-        number = self._optimizer
-        if number is None and len(optimizers) == 1:
+        count, number = len(trainer.optimizers), self._optimizer
+        if number is None and count == 1:
             number = 0
-        if not isinstance(number, int) or not 0 <= number < len(optimizers):
-            several = "" if len(optimizers) == 1 else "s"
+        if number is None or number not in range(count):
             raise ConfigError(
-                f"this module has {len(optimizers)} optimizer{several}: say which one has the "
-                "sparse weights, as by NMCallback(optimizer=0)"
+                f"this module's optimizers are {count}: say which one has the sparse weights, as by "
+                "NMCallback(optimizer=0)"
             )
-        optimizer = optimizers[number]
-        steps = None if self._training.total_steps else planned_steps(trainer, pl_module)
-        self.handle = self._training.begin(pl_module, optimizer, steps)
-        load_with_room(trainer.strategy, self.handle)
+        optimizer = trainer.optimizers[number]
+        steps = None if self._total_steps else planned_steps(trainer, pl_module)
+        handle = self._begin(pl_module, optimizer, steps)
+        load_with_room(trainer.strategy, handle)
         for each in _callbacks(trainer):
             if isinstance(each, callbacks.StochasticWeightAveraging):
-                average_dense(each, self.handle)
+                average_dense(each, handle)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the phase, after a checkpoint was loaded."""
         assert self.handle is not None
         warn_if_late(self.handle, trainer.global_step)
-        self._was_sparse = self.handle.is_sparse
+        self._becomes_sparse()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *arguments: Any
     ) -> None:
         """See when the weights become sparse: only such models compete for the best."""
-        assert self.handle is not None
-        if self.handle.is_sparse and not self._was_sparse:
+        if self._becomes_sparse():
             for each in _callbacks(trainer):
                 forget_best(each)
-        self._was_sparse = self.handle.is_sparse
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._training.evaluating(True)
+        self._evaluating(True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._training.evaluating(False)
+        self._evaluating(False)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the recipe. Raises RunError as :meth:`nmrun.Handle.finalize`."""

@@ -21,7 +21,7 @@ BEGUN: weakref.WeakSet[Handle] = weakref.WeakSet()  # by all callbacks of this p
 
 
 class Training:
-    """A sparse training whose model and optimizer a stack makes later.
+    """A sparse training whose model and optimizer a stack makes later; a stack's callback is one.
 
     Raises ConfigError for an unknown recipe, pattern or value, TypeError for
     an unknown hyperparameter.
@@ -29,20 +29,20 @@ class Training:
 
     def __init__(
         self,
-        recipe: str | Recipe,
-        pattern: str | Pattern,
-        total_steps: int | None,
-        options: dict[str, Any],
+        recipe: str | Recipe = "sr_ste",
+        pattern: str | Pattern = "2:4",
+        total_steps: int | None = None,
+        **options: Any,
     ) -> None:
         self.handle: Handle | None = None
-        self._evaluation = contextlib.ExitStack()
-        self.pattern, self.recipe = Pattern.parse(pattern), recipe
-        self.total_steps, self.options = total_steps, options
+        self._asked = recipe, Pattern.parse(pattern)
+        self._total_steps, self._options = total_steps, options
+        self._evaluation, self._was_sparse = contextlib.ExitStack(), True
         arguments = inspect.signature(sparsify).parameters
         hyperparameters = {k: v for k, v in options.items() if k not in arguments}
         recipes.build(recipe, hyperparameters, arguments)
 
-    def begin(
+    def _begin(
         self,
         model: nn.Module,
         optimizer: Any,
@@ -66,16 +66,22 @@ class Training:
             if not own:
                 last.stepper.warn("another training of these weights begins, and this one is left")
             last.abandon()
-        total = total_steps if self.total_steps is None else self.total_steps
-        self.handle = sparsify(model, optimizer, self.recipe, self.pattern, total, **self.options)
+        total = total_steps if self._total_steps is None else self._total_steps
+        self.handle = sparsify(model, optimizer, *self._asked, total, **self._options)
         BEGUN.add(self.handle)
         return self.handle
 
-    def evaluating(self, now: bool) -> None:
+    def _evaluating(self, now: bool) -> None:
         """From here on let the weights be those to evaluate by, or else those of the training."""
         self._evaluation.close()
         if now and self.handle is not None:
             self._evaluation.enter_context(self.handle.evaluation_weights())
+
+    def _becomes_sparse(self) -> bool:
+        """Whether the weights have become sparse since the last call; False of the first one."""
+        assert self.handle is not None
+        before, self._was_sparse = self._was_sparse, self.handle.is_sparse
+        return self._was_sparse and not before
 
 
 def warn_if_late(handle: Handle, steps: int) -> None:

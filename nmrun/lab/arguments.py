@@ -1,4 +1,5 @@
-"""What every verb of the command line shares: the option parser, and errors of files.
+"""What every verb of the command line shares: the option parser, errors of files, and consent to the
+code that a run folder names.
 
 A verb raises ConfigError for a mistake in the command and RunError for work that failed. The
 command line prints either as one line, ``nmrun: ...``, and exits with status 2 or 1.
@@ -10,7 +11,7 @@ import argparse
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from nmrun.errors import ConfigError
@@ -50,3 +51,36 @@ def files_of_the_command() -> Iterator[None]:
     except OSError as error:
         parts = (str(part) for part in (error.filename, error.strerror) if part)
         raise ConfigError(": ".join(parts) or str(error)) from None
+
+
+# --- consent --------------------------------------------------------------------------------------
+
+# What a folder's config has as ``_target_`` is imported and called, and it may come from anybody.
+BUILT = ("dataset", "model")  # the groups that a network needs
+
+
+def consent_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--yes`` to a verb that builds a run's network."""
+    text = "import the code that the run names (dataset._target_, model._target_)"
+    parser.add_argument("--yes", action="store_true", help=text)
+
+
+def code_of(config: Mapping[str, Any], groups: Iterable[str] = BUILT) -> list[str]:
+    """The ``_target_`` of each of these groups, but for recipes that an installed package
+    registers. Any other counts: among what is installed there are functions that load anything."""
+    from nmrun.recipes import installed  # which --help need not wait for
+
+    targets = (config.get(group, {}).get("_target_") for group in groups)
+    registered = {None, *installed().values()}
+    return [str(target) for target in targets if target not in registered]
+
+
+def demand_consent(
+    folder: object, config: Mapping[str, Any], consent: bool, groups: Iterable[str] = BUILT
+) -> None:
+    """Raise ConfigError for a config that names code, without the user's ``consent``."""
+    if not consent and (targets := code_of(config, groups)):
+        raise ConfigError(
+            f"{folder}: the run imports {', '.join(targets)}, which may do anything; --yes says that "
+            "you trust it"
+        )

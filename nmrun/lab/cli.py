@@ -25,11 +25,11 @@ VERBS = {
     "table": "nmrun.lab.render.cli.table",
     "plot": "nmrun.lab.render.cli.plot",
     "report": "nmrun.lab.render.cli.report",
-    "export": "nmrun.lab.export.cli.main",
-    "sample": "nmrun.lab.export.predictions.sample",
-    "predict": "nmrun.lab.export.predictions.predict",
+    "export": "nmrun.lab.export.cli.export",
+    "sample": "nmrun.lab.export.cli.sample",
+    "predict": "nmrun.lab.export.cli.predict",
     "bench": "nmrun.lab.bench.main",
-    "prune": "nmrun.lab.pruning.prune.main",
+    "prune": "nmrun.lab.pruning.main",
     "tune": "nmrun.lab.tune.cli.main",
     "status": "nmrun.lab.records.status.main",
     "compare": "nmrun.lab.records.settings.main",
@@ -80,7 +80,7 @@ def _main(argv: list[str]) -> int:
         raise ConfigError("the current folder does not exist any more; change to another") from None
     if "query=" in "".join(argv[1:2]) and argv[0] in ("-sc", "--shell-completion"):
         _complete_verbs()
-    if argv and _is_verb(argv[0], argv[1:]):
+    if argv and argv[0] and "=" not in argv[0] and argv[0][0] not in "-~+":
         return _run(argv[0], argv[1:])
     if "--help" in argv or "-h" in argv:
         words = [word for word in argv if word not in ("--help", "-h")]
@@ -112,25 +112,18 @@ def all_verbs() -> dict[str, str]:
 
 
 def _run(verb: str, words: Sequence[str]) -> int:
-    return int(find("verb", verb, VERBS if verb in VERBS else all_verbs())(words))
+    verbs = VERBS if verb in VERBS else all_verbs()
+    if verb not in verbs:
+        from nmrun.lab.config import suggestions
+
+        raise ConfigError(suggestions.no_verb(verb, words, verbs))
+    return int(find("verb", verb, verbs)(words))
 
 
 def _complete_verbs() -> None:
     words = os.environ.get("COMP_LINE", "").split(" ")
     if len(words) == 2 and "=" not in words[1]:
         print(" ".join(verb for verb in all_verbs() if verb.startswith(words[1])))
-
-
-def _is_verb(word: str, following: Sequence[str] = ()) -> bool:
-    """Whether a word is a verb; ConfigError for one that is no option or override either."""
-    if word in VERBS or "=" in word or word[:1] in "-~+":
-        return word in VERBS
-    names = all_verbs()
-    if word in names:
-        return True
-    from nmrun.lab.config import suggestions
-
-    raise ConfigError(suggestions.no_verb(word, following, names))
 
 
 def explain(argv: list[str]) -> int:

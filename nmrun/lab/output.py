@@ -9,10 +9,13 @@ connection to W&B would end a run.
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
+import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,6 +103,22 @@ class _Stream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Let libraries print, log and warn of nothing while entered."""
+    level, nowhere = logging.root.manager.disable, io.StringIO()
+    logging.disable(logging.WARNING)
+    try:
+        with (
+            contextlib.redirect_stdout(nowhere),
+            contextlib.redirect_stderr(nowhere),
+            warnings.catch_warnings(action="ignore"),
+        ):
+            yield
+    finally:
+        logging.disable(level)
 
 
 @contextlib.contextmanager

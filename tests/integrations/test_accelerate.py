@@ -79,22 +79,6 @@ def test_the_weights_of_a_plain_loop(recipe, first):
     nmrun.sparsity.check_nm(model, "2:4", exclude="4")
 
 
-@pytest.mark.minutes
-@pytest.mark.parametrize("first", [True, False])
-def test_compiled_for_this_machine(first):
-    """By inductor, as ``prepare`` does it."""
-    loop = prepared("step", first, dynamo_backend="inductor")
-    train(*loop)
-    accelerator, model, _, _, handle = loop
-    assert hasattr(model, "_orig_mod")
-    assert handle.recipe.step == TOTAL
-    handle.finalize()
-    weights = accelerator.unwrap_model(model, keep_torch_compile=False).state_dict()
-    nmrun.sparsity.check_nm(weights["0.weight"], "2:4")
-    for name, tensor in plain("step")[0].state_dict().items():
-        torch.testing.assert_close(weights[name], tensor, rtol=1e-2, atol=1e-3)
-
-
 @pytest.mark.parametrize("recipe", ["sr_ste", "step", "s_ste", "asp"])
 @pytest.mark.parametrize("stop", [2, 7])
 def test_load_state_resumes_with_the_same_bits(recipe, stop, tmp_path):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from training import bits
 
-from nmrun.integrations import fairseq as plugin
+from nmrun.integrations import fairseq as integration
 
 # not imported in this process: fairseq gives Hydra groups of its own, such as optimizer
 pytestmark = pytest.mark.skipif(
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs fairseq: pip install '.[translation]'",
 )
 
-FOLDER = Path(plugin.__file__).parent / "user_dir" / "nmrun_fairseq"
+FOLDER = Path(integration.__file__).with_name("nmrun_fairseq")
 # Three epochs of four updates, each of two batches
 TRAIN = """--cpu --dataset-impl raw --arch transformer --encoder-embed-dim 16 --decoder-embed-dim 16
     --encoder-ffn-embed-dim 32 --decoder-ffn-embed-dim 32 --encoder-layers 1 --decoder-layers 1
@@ -133,8 +133,8 @@ def test_with_nothing_to_prune_it_is_the_stock_training(data, tmp_path):
         ("--nm-recipe step --optimizer adam", "a drop-in with the same arguments"),
         ("--nm-recipe ste --nm-pattern 5:4 --optimizer sgd", "5:4 is not an N:M pattern"),
         ("--nm-recipe asp --max-update 0 --optimizer sgd", "asp needs total_steps"),
-        ("--nm-recipe ste --fp16 --optimizer sgd", "--fp16 and --bf16 step flat copies"),
-        ("--nm-recipe ste --store-ema --optimizer sgd", "--store-ema averages"),
+        ("--nm-recipe ste --fp16 --optimizer sgd", "--fp16, --bf16 and --store-ema"),
+        ("--nm-recipe ste --store-ema --optimizer sgd", "--fp16, --bf16 and --store-ema"),
         ("--nm-recipe ste --nm-options decay --optimizer sgd", "--nm-options 'decay': it takes"),
         ("--nm-recipe ste --nm-options x=1 --optimizer sgd", "ste: x: no such hyperparameter"),
     ],
@@ -212,7 +212,7 @@ BECOMES_SPARSE = """
 import sys
 from types import SimpleNamespace
 import torch, nmrun
-from nmrun.integrations.fairseq import plugin
+from nmrun.integrations.fairseq import nmrun_fairseq as plugin
 for name, saves in (("other", False), ("first", True)):
     trainer = SimpleNamespace(
         cfg=SimpleNamespace(checkpoint=SimpleNamespace(save_dir=f"{sys.argv[1]}/{name}")),
@@ -242,7 +242,7 @@ def test_the_process_that_saves_renames_alone(tmp_path):
 
 VALIDATES = """
 import torch, nmrun
-from nmrun.integrations.fairseq import plugin
+from nmrun.integrations.fairseq import nmrun_fairseq as plugin
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 plugin.begun.append(nmrun.sparsify(model, optimizer, "proxsparse", "2:4", 2, dense=0.0, exclude=None))

@@ -330,63 +330,6 @@ def cut_off(error: BaseException, after: int) -> Any:
     return CutOff()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "after"), [("sr_ste", 2), ("asp", 5)])
-def test_a_batch_size_that_was_too_large(recipe, after, tmp_path):
-    """The second attempt starts with the dense weights that the first one left."""
-    dense: list[Any] = []
-
-    class Looks(transformers.TrainerCallback):
-        def on_train_begin(self, args, state, control, **_):
-            clock = [sparse.handle.recipe.step, sparse.handle.recipe.total_steps]
-            dense.append((*clock, [w.dense.clone() for w in sparse.handle.sparse]))
-
-        def on_step_begin(self, args, state, control, **_):
-            self.last = [w.dense.clone() for w in sparse.handle.sparse]
-
-    sparse, looks = callback(recipe), Looks()
-    memory = cut_off(RuntimeError("CUDA out of memory."), after)
-    trainer = hf.trainer(
-        tmp_path, [sparse, looks, memory], auto_find_batch_size=True, max_steps=-1,
-        num_train_epochs=1, gradient_accumulation_steps=1,
-    )  # fmt: skip
-    train, lasts = trainer._inner_training_loop, []
-
-    def recorded(*args, **kwargs):
-        lasts.append(getattr(looks, "last", None))
-        return train(*args, **kwargs)
-
-    trainer._inner_training_loop = recorded
-    trainer.train()
-    assert [begun[0] for begun in dense] == [0, 0]
-    assert dense[1][1] == trainer.state.max_steps > dense[0][1]
-    for now, before in zip(dense[1][2], lasts[1], strict=True):
-        assert torch.equal(now, before)
-    assert sparse.handle.recipe.step == trainer.state.global_step
-    nmrun.sparsity.check_nm(trainer.model, "2:4", exclude=None)
-
-
-def test_after_ctrl_c_another_trainer_begins_with_the_dense_weights(tmp_path):
-    sparse, model = callback("sr_ste"), hf.gpt2()
-    stop = cut_off(KeyboardInterrupt(), 1)
-    with pytest.raises(KeyboardInterrupt):
-        hf.trainer(tmp_path, [sparse, stop], model=model, max_steps=2).train()
-    dense = [weight.dense.clone() for weight in sparse.handle.sparse]
-    seen: list[Any] = []
-
-    class Looks(transformers.TrainerCallback):
-        def on_train_begin(self, args, state, control, **_):
-            seen.extend(weight.dense.clone() for weight in again.handle.sparse)
-
-    again = callback("sr_ste")
-    trainer = hf.trainer(tmp_path, [again, Looks()], model=model, max_steps=1)
-    with pytest.warns(match="step 1: another training of these weights begins"):
-        trainer.train()
-    for now, before in zip(seen, dense, strict=True):
-        assert torch.equal(now, before)
-    nmrun.sparsity.check_nm(model, "2:4", exclude=None)
-
-
 def test_a_pruned_trial_ends_without_an_error(tmp_path, monkeypatch):
     """As with Optuna: the Trainer ends a training in ASP's dense phase."""
 

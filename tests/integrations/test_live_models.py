@@ -27,7 +27,9 @@ def test_a_live_model_is_exported_and_trains_on(how, tmp_path):
     x = batch(3)
     expected = model(x).detach()
     if how == "export":
-        actual = torch.export.export(model, (x,)).module()(x)
+        module = torch.export.export(model, (x,)).module()
+        nmrun.sparsity.check_nm(module.state_dict()["0.weight"], "2:4")
+        actual = module(x)
     elif how == "trace":
         actual = torch.jit.trace(model, x)(x)
     else:

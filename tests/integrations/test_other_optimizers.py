@@ -131,17 +131,6 @@ def test_an_optimizer_that_moves_weights_in_the_backward_pass_is_an_error(recipe
     assert handle.recipe.step == {"asp": 7}.get(recipe, 2)
 
 
-@pytest.mark.filterwarnings("ignore:nmrun")
-def test_a_second_optimizer_of_the_same_weights_is_an_error():
-    model, optimizer, _ = start("sr_ste")
-    other = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(RunError, match=r"0\.weight and 1 more changed outside the optimizer"):
-        for step in range(TOTAL):
-            model(batch(step)).square().mean().backward()
-            optimizer.step()
-            other.step()
-
-
 def test_one_handle_for_each_optimizer_of_the_backward_pass_trains_as_one_for_all():
     """What the page recommends. AdamW moves each parameter by itself."""
     model, plain = net(), net()

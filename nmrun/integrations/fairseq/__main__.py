@@ -2,4 +2,4 @@
 
 from pathlib import Path
 
-print(Path(__file__).parent / "user_dir" / "nmrun_fairseq")
+print(Path(__file__).with_name("nmrun_fairseq"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -36,7 +36,7 @@ def runs(path: Paths = "outputs", filter: Sequence[str] | str = ()) -> pd.DataFr
             settings that do not differ.
     """
     with files_of_the_command():
-        return summary(filtered(read_runs(_texts("path", path)), _conditions(filter)))
+        return summary(filtered(read_runs(_texts(path)), _texts(filter)))
 
 
 def table(
@@ -78,9 +78,9 @@ def table(
         ConfigError: for an unknown key, metric, condition or baseline, where no run is left, and
             where runs of a cell differ in more than their seed.
     """
-    query = Query.of(rows, cols, metric, _conditions(filter), baseline, overall)
+    query = Query.of(rows, cols, metric, _texts(filter), baseline, overall)
     with files_of_the_command():
-        comparison = compare(read_runs(_texts("path", path), strict=verify), query, intact=verify)
+        comparison = compare(read_runs(_texts(path), strict=verify), query, intact=verify)
     head, *cells = lines(comparison)
     frame = pd.DataFrame(cells, columns=head, dtype=object)
     frame = typed(frame.loc[:, ~frame.columns.duplicated()])  # the metric is a label, too
@@ -127,11 +127,11 @@ def plot(
             several figures.
     """
     choose("kind", kind, plots.PLOTS)
-    query = Query.of(rows, cols, metric, _conditions(filter), baseline)
+    query = Query.of(rows, cols, metric, _texts(filter), baseline)
     query, over = plots.along(x, kind, query)
     layout = Layout(title, width, ylim, over)
     with files_of_the_command():
-        figures = plots.plot(read_runs(_texts("path", path)), query, kind, layout)
+        figures = plots.plot(read_runs(_texts(path)), query, kind, layout)
     if len(figures) > 1:
         raise ConfigError(
             f"these are {len(figures)} figures, one for each data set and model; choose one by filter, "
@@ -140,13 +140,5 @@ def plot(
     return figures[0]
 
 
-def _conditions(filter: Sequence[str] | str) -> tuple[str, ...]:
-    return _texts("filter", filter, ", as in filter='recipe=step'")
-
-
-def _texts(name: str, value: Paths, such: str = "") -> tuple[str, ...]:
-    if isinstance(value, str | Path):
-        return (str(value),)
-    if isinstance(value, Mapping) or not isinstance(value, Iterable):
-        raise ConfigError(f"{name}={value!r}: it takes a text or a list of texts{such}")
-    return tuple(map(str, value))
+def _texts(value: Paths) -> tuple[str, ...]:
+    return (str(value),) if isinstance(value, str | Path) else tuple(map(str, value))

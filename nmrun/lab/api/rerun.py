@@ -4,18 +4,18 @@ or a line of a CSV file of runs: ``docs/results/images.csv:17``."""
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import shlex
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from nmrun.errors import ConfigError, RunError, raise_all, refused, tell
+from nmrun.errors import ConfigError, RunError, tell
 from nmrun.lab.arguments import Parser
 from nmrun.lab.config import command_line
 from nmrun.lab.config.composition import config_of
 from nmrun.lab.config.identity import OF_COMMAND, identity
-from nmrun.lab.consent import confirmed
 from nmrun.lab.keys import options as options_of
 from nmrun.lab.keys.ranges import START
 from nmrun.lab.records import settings, status
@@ -39,43 +39,38 @@ def main(argv: Sequence[str]) -> int:
         metavar="KEY=VALUE",
         help="overrides, such as seed=1; without one that matters, force=true repeats a finished run",
     )
-    parser.add_argument(
-        "--yes", action="store_true", help="run also code that the folder names, without a question"
-    )
+    parser.add_argument("--yes", action="store_true", help="run also code that the folder names")
     options = parser.parse_intermixed_args(argv)
-    overrides, problems = command_line.parsed(options.changes)
-    problems += [
-        f"{override.input_line}: several values make a sweep, and this is one run"
-        for override in overrides
-        if override.is_sweep_override()
-    ]
-    raise_all(problems)
     # these two say how the run was begun, not what it is
     changed = {"force", "resume", *map(command_line.key, options.changes)}
-    if line := re.fullmatch(r"(.+\.csv):(\d+)", options.run):
-        place, words = "", _of_line(line[1], options.run, changed)
-    elif re.fullmatch(r".+\.csv(:.*)?", options.run):
-        file = options.run.partition(".csv")[0]
-        raise ConfigError(f"{options.run}: name the line of a run, as in {file}.csv:17")
+    if re.search(r"\.csv(:|$)", options.run):
+        place, words = "", _of_line(options.run, changed)
     else:
         options.run = settings.only_run(Path(options.run))
         place, words = _of_folder(options.run)
     original = [word for word in words if command_line.key(word) not in changed]
     words = [*original, *options.changes]
     print(status.typed((place, shlex.join(["nmrun", *words]))), flush=True)
-    if (code := _code(original, options.run)) and not options.yes:
-        question = f"{', '.join(code)} of {options.run} may run any code. Run it?"
-        if not confirmed("rerun", question):
-            print("nothing done")
-            return 0
+    if (code := list(filter(_is_code, original))) and not options.yes:
+        raise ConfigError(
+            f"{', '.join(code)} of {options.run} may run any code; --yes says that you trust it"
+        )
     os.chdir(place or ".")
     if words[:1] == ["prune"]:
-        from nmrun.lab.pruning import prune
+        from nmrun.lab import pruning
 
-        return prune.main([*words[1:], "--yes"] if options.yes else words[1:])
+        return pruning.main([*words[1:], "--yes"] if options.yes else words[1:])
     from nmrun.lab.sweeps import jobs
 
     return jobs.main(words)
+
+
+def _is_code(word: str) -> bool:
+    """Whether any code may run by a word of a folder's command: an option, Hydra's own keys, an
+    experiment's file, and what is no plain override."""
+    if word.startswith("-") or command_line.is_hydras(word):
+        return True
+    return command_line.key(word) == "experiment" or any(mark in word for mark in MARKS)
 
 
 def _of_folder(folder: Path) -> tuple[str, list[str]]:
@@ -86,14 +81,15 @@ def _of_folder(folder: Path) -> tuple[str, list[str]]:
     settings.read(folder)
     if run.is_finished:
         run.checked(CONFIG)  # the command stands above it
-    known = status.command(run)
-    if known is None:
-        raise ConfigError(f"{folder}: its command is not known")
-    place, command = known
-    return place, _words(command, folder)
+    place, command = status.command(run) or ("", "")
+    with contextlib.suppress(ValueError):  # for one that no shell could read
+        program, *words = shlex.split(command)
+        if program == "nmrun":
+            return place, words
+    raise ConfigError(f"{folder}: its command cannot be given here: {command}")
 
 
-def _of_line(file: str, name: str, changed: Collection[str]) -> list[str]:
+def _of_line(name: str, changed: Collection[str]) -> list[str]:
     """The overrides that make the run of a line of a CSV file, without those at their default.
 
     ConfigError where the file has not all settings, and where a run needs the weights of another
@@ -101,7 +97,7 @@ def _of_line(file: str, name: str, changed: Collection[str]) -> list[str]:
     """
     from nmrun.lab.compare.runs import from_csv
 
-    runs = {run["folder"]: run for run in from_csv(file)}
+    runs = {run["folder"]: run for run in from_csv(name.partition(".csv")[0] + ".csv")}
     if (line := runs.get(name)) is None:
         known = f"; the first is {min(runs, key=len)}" if runs else ""
         raise ConfigError(f"{name}: no run is in that line{known}")
@@ -124,43 +120,14 @@ def _of_line(file: str, name: str, changed: Collection[str]) -> list[str]:
                         f"as in {full}=FOLDER"
                     )
             elif text != value_text(field.default):
-                as_list = text[:1] in ("[", "{")
-                words[full] = command_line.word(
-                    full, ast.literal_eval(text) if as_list else run[full]
-                )
-    if of_others:
-        return [*words.values()]
+                value = ast.literal_eval(text) if text[:1] in ("[", "{") else run[full]
+                words[full] = command_line.word(full, value)
+    asked = [*words.values()]
+    if of_others or (ours := identity(config_of(asked))) == run.get("id"):
+        return asked
     # results of versions before 0.1.0 name the layers that model.exclude=auto found
-    by_default = {key: word for key, word in words.items() if key != "model.exclude"}
-    ids = {}
-    for some in (words, by_default):
-        ids[identity(config_of([*some.values()]))] = [*some.values()]
-    if run.get("id") not in ids:
-        tell([f"{name}: its id is {run.get('id')} there and {next(iter(ids))} here"])
-        return [*words.values()]
-    return ids[run["id"]]
-
-
-def _words(command: str, run: Path) -> list[str]:
-    """The words after ``nmrun``."""
-    with refused(f"{run}: its command cannot be read: {command}: ", ValueError):
-        words = shlex.split(command)
-    if words[:1] != ["nmrun"]:
-        raise ConfigError(f"{run}: its command cannot be given here: {command}")
-    return words[1:]
-
-
-def _code(words: Sequence[str], run: Path) -> list[str]:
-    """Those words of a folder's command by which any code may run: options, an experiment's file,
-    and what is no plain override. ConfigError for keys of Hydra, which no run needs."""
-    for word in filter(command_line.is_hydras, words):
-        raise ConfigError(
-            f"{run}: its command has {word}, and Hydra's keys can run any code; type it yourself"
-        )
-    return [
-        word
-        for word in words
-        if word.startswith("-")
-        or command_line.key(word) == "experiment"
-        or any(mark in word for mark in MARKS)
-    ]
+    by_default = [word for key, word in words.items() if key != "model.exclude"]
+    if identity(config_of(by_default)) == run.get("id"):
+        return by_default
+    tell([f"{name}: its id is {run.get('id')} there and {ours} here"])
+    return asked

@@ -10,7 +10,7 @@ import os
 import shlex
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,9 +19,9 @@ import torch
 
 from nmrun import recipes
 from nmrun.errors import ConfigError, RunError, refused
-from nmrun.lab import consent
+from nmrun.lab import arguments, output
 from nmrun.lab.compare.runs import collect, summary
-from nmrun.lab.config import command_line, experiment, launchers
+from nmrun.lab.config import command_line, launchers
 from nmrun.lab.keys import fields, options
 from nmrun.lab.records import sweep as record
 from nmrun.lab.records.sweep import recorded
@@ -199,29 +199,23 @@ class Result:
             with unchanged():  # building draws random numbers
                 run = finished_run.read(self.folder)
                 # what was asked for here is trusted, and no more
-                trusted = consent.code_of(run.result["config"]) == consent.code_of(self.config)
+                trusted = arguments.code_of(run.result["config"]) == arguments.code_of(self.config)
                 run = replace(run, trusted=trusted)
                 return finished_run.network(run)[0]
         except (ValueError, RuntimeError) as error:
             raise RunError(" ".join(str(error).split())) from None
 
     def __repr__(self) -> str:
-        lines = self._lines()
-        width = max(len(name) for name, _ in lines)
-        return "\n".join(["nmrun.Result", *(f"  {name:{width}}  {value}" for name, value in lines)])
-
-    def _lines(self) -> list[tuple[str, str]]:
-        config = self.config
-        groups = ("dataset", "model", "recipe")
-        metrics = {name: value for name, value in self.metrics.items() if name[:5] != "best/"}
-        return [
-            ("status", self.status),
-            *((group, str(config[group]["name"])) for group in groups),
-            ("sparsity", written(config["sparsity"])),
-            ("seed", str(config["seed"])),
-            *((name, "-" if value is None else f"{value:.4g}") for name, value in metrics.items()),
-            ("folder", str(self.folder)),
-        ]
+        config, last = self.config, self.metrics.items()
+        lines = {
+            "nmrun.Result": self.status,
+            **{group: str(config[group]["name"]) for group in ("dataset", "model", "recipe")},
+            "sparsity": written(config["sparsity"]),
+            "seed": str(config["seed"]),
+            **{name: "-" if v is None else f"{v:.4g}" for name, v in last if name[:5] != "best/"},
+            "folder": str(self.folder),
+        }
+        return "\n".join(output.aligned([*lines.items()]))
 
 
 # --- arguments of Python as words -----------------------------------------------------------------
@@ -233,13 +227,8 @@ def parse(
     """The overrides that ``overrides`` and ``settings`` (see :func:`words_of`), which win, are; and
     the folder of more configs.
 
-    ConfigError for another option of the command line, for values that no override can have, and
-    for a sweep where there is no ``multirun``.
+    ConfigError for another option of the command line, and for values that no override can have.
     """
-    if isinstance(overrides, Mapping) or not isinstance(overrides, Iterable | None):
-        raise ConfigError(
-            f"{overrides!r}: overrides are a text or a list of texts, as in 'recipe=step seed=3'"
-        )
     with refused(f"{overrides}: ", ValueError):
         words = shlex.split(overrides) if isinstance(overrides, str) else list(overrides or [])
     given = command_line.options([*words, *words_of(settings)])
@@ -247,11 +236,6 @@ def parse(
     for name in (name for name, value in vars(given).items() if value and name not in allowed):
         hint = "; nmrun.sweep does several runs" if name == "multirun" else ""
         raise ConfigError(f"--{name.replace('_', '-')}: not for Python{hint}")
-    for override in () if multirun else command_line.parsed(given.overrides)[0]:
-        own = experiment.own(given.config_dir) if override.key_or_group == "experiment" else []
-        table = override.key_or_group in ("experiment", "zip") and override.value() not in own
-        if override.is_sweep_override() or table:
-            raise ConfigError(f"{override.input_line}: nmrun.sweep does several runs")
     return given.overrides, given.config_dir
 
 

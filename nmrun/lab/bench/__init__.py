@@ -14,16 +14,9 @@ from collections.abc import Sequence
 def main(argv: Sequence[str]) -> int:
     from nmrun.lab.bench import options
 
-    arguments = options.parse(argv)
-    what, out = arguments.pop("what"), arguments.pop("out")
-    import torch
+    asked = options.parse(argv)
+    from nmrun.lab.bench import harness  # torch
 
-    from nmrun.lab.bench import harness
-
-    module = importlib.import_module(f"nmrun.lab.bench.{what}")
-    threads = torch.get_num_threads()
-    try:
-        harness.run(what, module.benchmark(**arguments), out, shlex.join(["nmrun", "bench", *argv]))
-    finally:
-        torch.set_num_threads(threads)
+    benchmark = importlib.import_module(f"nmrun.lab.bench.{asked.what}").benchmark(asked)
+    harness.run(asked.what, benchmark, asked.out, shlex.join(["nmrun", "bench", *argv]))
     return 0

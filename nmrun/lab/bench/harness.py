@@ -6,12 +6,10 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import math
 import os
 import platform
 import random
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -19,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from nmrun.errors import ConfigError, RunError, first_line
@@ -75,9 +74,7 @@ def nvidia_smi(*fields: str, gpu: str = "0") -> list[str]:
         return []
     words = [tool, f"--query-gpu={','.join(fields)}", "--format=csv,noheader", f"--id={gpu}"]
     try:
-        output = subprocess.run(
-            words, capture_output=True, text=True, timeout=20, check=True
-        ).stdout
+        output = subprocess.check_output(words, text=True, timeout=20, stderr=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError):
         return []
     return [value.strip() for value in output.split(",")]
@@ -95,81 +92,67 @@ def machine_line(machine: Machine) -> str:
 
 
 class Clock:
-    """Milliseconds of a call: on a GPU between two events, launches included; on a CPU by the wall,
-    and with one thread the CPU time of the whole process, which a busy machine does not disturb.
-    ``flush`` empties a GPU's L2 cache before, by writing to other memory."""
+    """Milliseconds of a call, or of each of the ``steps`` that it makes.
 
-    def __init__(self, device: torch.device, flush: bool = False) -> None:
-        self.gpu = device.type == "cuda"
-        self.now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-        self.other = (
-            torch.empty(FLUSHED, dtype=torch.int8, device=device) if self.gpu and flush else None
-        )
+    On a GPU they are between two events, launches included. On a CPU they are by the wall; with one
+    thread they are the CPU time of the process, which a busy machine does not disturb. ``flush``
+    empties a GPU's L2 cache before, by writing to other memory.
+    """
 
-    def __call__(self, call: Callable[[], object]) -> float:
-        if not self.gpu:
+    def __init__(self, device: str | torch.device, steps: int = 1, flush: bool = False) -> None:
+        self.device, self.steps, threads = torch.device(device), steps, torch.get_num_threads()
+        self.gpu, self.flushed = self.device.type == "cuda", None
+        self.now, self.name = time.perf_counter, f"of wall time, {threads} threads"
+        if threads == 1:
+            self.now, self.name = time.process_time, "of CPU time, one thread"
+        if self.gpu:
+            self.name = "between two events of the GPU"
+            self.flushed = torch.empty(FLUSHED if flush else 0, dtype=torch.int8, device=device)
+
+    def __call__(self, call: Call) -> float:
+        if self.flushed is None:
             began = self.now()
             call()
-            return 1e3 * (self.now() - began)
+            return 1e3 * (self.now() - began) / self.steps
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        if self.other is not None:
-            self.other.zero_()
+        self.flushed.zero_()
         begin.record()
         call()
         end.record()
         end.synchronize()
-        return float(begin.elapsed_time(end))
+        return float(begin.elapsed_time(end)) / self.steps
 
 
 def cpu_clock() -> Clock:
-    return Clock(torch.device("cpu"))
-
-
-def clock_name(device: torch.device) -> str:
-    """What a :class:`Clock` measures, after a number of milliseconds."""
-    if device.type == "cuda":
-        return "between two events of the GPU"
-    threads = torch.get_num_threads()
-    return "of CPU time, one thread" if threads == 1 else f"of wall time, {threads} threads"
+    return Clock("cpu")
 
 
 def rounds(
-    arms: Mapping[Arm, Call], count: int, clock: Callable[[Call], float], warm_up: int = 2
+    arms: Mapping[Arm, Call], count: int, clock: Callable[[Call], float], warm_up: int = WARM_UP
 ) -> dict[Arm, list[float]]:
-    """The times of ``count`` rounds, as of :func:`timed_rounds`; ``warm_up`` rounds before do not count."""
-    for _ in range(warm_up):
-        for call in arms.values():
-            clock(call)
-    return by_arm(list(itertools.islice(timed_rounds(arms, clock), count)))
+    """The times of ``count`` rounds, as of :func:`turns`; ``warm_up`` rounds before do not count."""
+    whole = list(itertools.islice(turns(arms, clock), warm_up, warm_up + count))
+    return {arm: [times[arm] for times in whole] for arm in arms}
 
 
-def timed_rounds(
-    arms: Mapping[Arm, Call], clock: Callable[[Call], float]
-) -> Iterator[dict[Arm, float]]:
+def turns(arms: Mapping[Arm, Call], clock: Callable[[Call], float]) -> Iterator[dict[Arm, float]]:
     """Endless rounds. Each times every arm once, in a new random order, so that a machine that
     slows down or speeds up favours none."""
     shuffled, collecting = random.Random(0), gc.isenabled()
     while True:
         gc.disable()
         try:
-            measured = {arm: clock(arms[arm]) for arm in shuffled.sample(list(arms), len(arms))}
+            times = {arm: clock(arms[arm]) for arm in shuffled.sample(list(arms), len(arms))}
         finally:
             if collecting:
                 gc.enable()
         gc.collect()
-        yield {arm: measured[arm] for arm in arms}
-
-
-def by_arm(whole: Sequence[Mapping[Arm, float]]) -> dict[Arm, list[float]]:
-    """The times of each arm, from those of each round."""
-    return {arm: [times[arm] for times in whole] for arm in (whole[0] if whole else ())}
+        yield times
 
 
 def quartiles(name: str, values: Sequence[float]) -> Row:
     """A median by its ``name`` and its quartiles by ``name_q1`` and ``name_q3``."""
-    q1, median, q3 = (
-        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
-    )
+    q1, median, q3 = map(float, np.quantile(values, (0.25, 0.5, 0.75)))
     return {name: median, f"{name}_q1": q1, f"{name}_q3": q3}
 
 
@@ -179,11 +162,8 @@ def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
 
 def speedup(times: Sequence[float], base: Sequence[float]) -> Row:
     """Milliseconds, and how many times as fast as ``base`` in the same rounds."""
-    return {
-        "n": len(times),
-        **quartiles("ms", times),
-        **quartiles("speedup", ratios(base, times)),
-    }
+    faster = quartiles("speedup", ratios(base, times))
+    return {"n": len(times), **quartiles("ms", times), **faster}
 
 
 # --- one comparison -------------------------------------------------------------------------------
@@ -193,66 +173,53 @@ class Case(NamedTuple):
     """Arms that are compared.
 
     Attributes:
-        name: what is measured, for the reader.
-        arms: how each arm is made; the others are compared with the first.
-        rows: of the results, from the times of each arm and, of those that failed, the reasons.
+        about: what is measured, in all rows of the case.
+        arms: how each is made, by its name; it is given its row, for figures of its own.
     """
 
-    name: str
-    arms: Mapping[Any, Callable[[], Call]]
-    rows: Callable[[dict[Any, list[float]], dict[Any, str]], list[Row]]
+    about: Row
+    arms: Mapping[str, Callable[[Row], Call]]
 
 
-class PairedRounds:
-    """The measurement of a case, which can be read at any moment."""
+def measure(case: Case, count: int, clock: Callable[[Call], float], rows: list[Row]) -> None:
+    """Add a row for each arm, with the ``times`` of whole rounds, or what is ``wrong``.
 
-    def __init__(self) -> None:
-        self.first: dict[Any, float] = {}
-        self.whole: list[dict[Any, float]] = []
-        self.wrong: dict[Any, str] = {}
-
-    def measure(self, case: Case, count: int, clock: Callable[[Call], float]) -> None:
-        """Make each arm, say so, and print its first time; then let the arms take turns.
-
-        An arm that fails is left out, with its reason. If the first one fails, so are all others.
-        """
-        calls: dict[Any, Call] = {}
-        for arm, make in case.arms.items():
-            note(f"{case.name}, {label(arm)}: ", end="")
-            try:
-                call = make()
-                for _ in range(WARM_UP):
-                    clock(call)
-                self.first[arm] = clock(call)
-            except (ConfigError, RuntimeError) as error:  # the compiler's and out of memory, too
-                if isinstance(error, ConfigError) and not calls:
-                    raise
-                note(first_line(error))
-                self.wrong[arm] = first_line(error)
-                if not calls:
-                    return
-            else:
-                calls[arm] = call
-                note(f"{self.first[arm]:.3g} ms at first")
-        note(f"{case.name}: {quantity(count, 'round')} of {quantity(len(calls), 'arm')}")
-        for times in itertools.islice(timed_rounds(calls, clock), count):
-            self.whole.append(times)
-
-    @property
-    def times(self) -> dict[Any, list[float]]:
-        """Of whole rounds; before there is one, the first times."""
-        return by_arm(self.whole or [self.first])
+    Each arm is made, and its first time printed; then they take turns. One that fails is left out. If
+    the first one fails, so do all others.
+    """
+    of_arm: dict[str, Row] = {}
+    calls: dict[str, Call] = {}
+    title = ", ".join(map(str, case.about.values()))
+    for arm, make in case.arms.items():
+        row = of_arm[arm] = {**case.about, "arm": arm}
+        rows.append(row)
+        note(f"{title}, {arm}: ", end="")
+        try:
+            call = make(row)
+            for _ in range(WARM_UP):
+                clock(call)
+            first = clock(call)
+        except (ConfigError, RuntimeError) as error:  # the compiler's and out of memory, too
+            if isinstance(error, ConfigError) and not calls:
+                raise
+            row["wrong"] = first_line(error)
+            note(row["wrong"])
+            if not calls:
+                break
+        else:
+            calls[arm] = call
+            note(f"{first:.3g} ms at first")
+    note(f"{title}: {quantity(count, 'round')} of {quantity(len(calls), 'arm')}")
+    for times in itertools.islice(turns(calls, clock), count):
+        for arm, ms in times.items():
+            of_arm[arm].setdefault("times", []).append(ms)
 
 
-def beside_first(about: Row, times: dict[str, list[float]], wrong: dict[str, str]) -> list[Row]:
-    """The rows of a case whose arms are strings: how many times as fast as the first they are."""
-    base = next(iter(times.values()), [])
-    rows = [{**about, "arm": arm, **speedup(each, base)} for arm, each in times.items()]
-    return rows + [{**about, "arm": arm, "wrong": why} for arm, why in wrong.items()]
-
-
-def label(arm: Any) -> str:
-    return arm if isinstance(arm, str) else " ".join(filter(None, arm))
+def beside_first(rows: list[Row]) -> None:
+    """Add how many times as fast as the first arm each is."""
+    for row in rows:
+        if "times" in row:
+            row |= speedup(row["times"], rows[0]["times"])
 
 
 # --- what is printed and written ------------------------------------------------------------------
@@ -262,10 +229,9 @@ def note(text: str, end: str = "\n") -> None:
     print(text, end=end, file=sys.stderr, flush=True)
 
 
-def samples(rows: Sequence[Row]) -> str:
-    """How many rounds rows are of: ``8``, or ``3 to 8`` where one was cut off."""
-    counts = sorted({row["n"] for row in rows if "n" in row}) or [0]
-    return " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+def samples(rows: Sequence[Row]) -> int:
+    """How many rounds rows are of."""
+    return max((row["n"] for row in rows if "n" in row), default=0)
 
 
 def spread(row: Row, name: str) -> str:
@@ -278,14 +244,11 @@ def grid(rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str]
     """A table in Markdown: a line for each value of the key ``down``, a column for each of
     ``across``. A row that has ``wrong`` says that."""
     columns = list(dict.fromkeys(row[across] for row in rows))
-    cells = {
-        (row[down], row[across]): row["wrong"] if row.get("wrong") else cell(row) for row in rows
-    }
-    lines = [
-        [str(d), *(cells.get((d, a), "") for a in columns)]
-        for d in dict.fromkeys(row[down] for row in rows)
-    ]
-    return aligned([down, *map(str, columns)], lines)
+    lines: dict[Any, Row] = {}
+    for row in rows:
+        lines.setdefault(row[down], {})[row[across]] = row.get("wrong") or cell(row)
+    cells = [[str(name), *(line.get(a, "") for a in columns)] for name, line in lines.items()]
+    return aligned([down, *map(str, columns)], cells)
 
 
 def speeds(title: str, down: str, rows: list[Row]) -> str:
@@ -300,28 +263,30 @@ def speeds(title: str, down: str, rows: list[Row]) -> str:
 
 
 class Benchmark(NamedTuple):
-    """The cases of a benchmark, made as they are asked for, and the ``page`` of their rows."""
+    """The cases of a benchmark, made as they are asked for; how the rows of one are ``compared``, in
+    place; and the ``page`` of all rows."""
 
     cases: Iterable[Case]
     page: Callable[[list[Row]], str]
-    device: torch.device
-    clock: Callable[[Call], float]
+    clock: Clock
     rounds: int
+    compared: Callable[[list[Row]], None] = beside_first
 
 
 def run(name: str, benchmark: Benchmark, out: Path | None, command: str) -> None:
     """Measure case by case, then print the page and with ``out`` write it as .md and .json.
 
-    After an error or Ctrl-C the results so far are reported.
+    After an error or Ctrl-C the whole rounds so far are reported.
     """
     rows: list[Row] = []
     try:
         for case in benchmark.cases:
-            comparison = PairedRounds()
+            measured: list[Row] = []
             try:
-                comparison.measure(case, benchmark.rounds, benchmark.clock)
+                measure(case, benchmark.rounds, benchmark.clock, measured)
             finally:
-                rows += case.rows(comparison.times, comparison.wrong)
+                benchmark.compared(measured)
+                rows += [row for row in measured if row.pop("times", None) or "wrong" in row]
             torch.compiler.reset()  # the compiler keeps what it compiled, up to a limit
             gc.collect()
             torch.cuda.empty_cache()
@@ -329,28 +294,13 @@ def run(name: str, benchmark: Benchmark, out: Path | None, command: str) -> None
         raise RunError(first_line(error)) from None
     finally:
         if any("ms" in row for row in rows):
-            report(name, rows, benchmark, out, command)
+            machine = hardware(benchmark.clock.device)
+            text = "\n\n".join([benchmark.page(rows), machine_line(machine), f"    {command}"])
+            print(text)
+            if out:
+                file = out / f"{name}_{'gpu' if benchmark.clock.gpu else 'cpu'}.md"
+                file.write_text(text + "\n")
+                record = {"benchmark": name, "command": command, "hardware": machine, "rows": rows}
+                file.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     if not any("ms" in row for row in rows):
         raise RunError("; ".join(dict.fromkeys(f"{row['arm']}: {row['wrong']}" for row in rows)))
-
-
-def report(
-    name: str, rows: list[Row], benchmark: Benchmark, out: Path | None, command: str
-) -> None:
-    """Print the page of some rows, and write both into the folder ``out``."""
-    machine = hardware(benchmark.device)
-    text = "\n\n".join([benchmark.page(rows), machine_line(machine), f"    {command}"])
-    print(text)
-    if out:
-        stem = f"{name}_{'gpu' if benchmark.device.type == 'cuda' else 'cpu'}"
-        about = {"benchmark": name, "command": command, "hardware": machine}
-        record = {**about, "rows": [_rounded(row) for row in rows]}
-        (out / f"{stem}.md").write_text(text + "\n")
-        (out / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
-
-
-def _rounded(row: Row) -> Row:
-    return {
-        key: float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value
-        for key, value in row.items()
-    }

@@ -9,8 +9,9 @@ measurement, so each recipe goes through its phases by its defaults.
 
 from __future__ import annotations
 
+import argparse
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,8 +21,7 @@ from torch.nn.utils import parametrize
 
 from nmrun.lab.bench import harness
 from nmrun.lab.bench.harness import WARM_UP, Benchmark, Call, Case, Row
-from nmrun.lab.bench.networks import NETWORKS, composed, random_text
-from nmrun.lab.bench.options import PLAIN_LOOPS
+from nmrun.lab.bench.options import NETWORKS, PLAIN_LOOPS, composed, random_text
 from nmrun.lab.keys.config import Config
 from nmrun.lab.render.formats import aligned
 from nmrun.lab.train.build import autocast, build, prepare
@@ -30,14 +30,14 @@ from nmrun.patterns import COLUMNS, Pattern
 from nmrun.sparsity.select import select
 
 
-def nmruns_loop(config: Config, steps: int, facts: Row) -> Call:
-    """Steps of nmrun's training as a function; its figures are put into ``facts``."""
+def nmruns_loop(config: Config, steps: int, row: Row) -> Call:
+    """Steps of nmrun's training as a function; its figures are put into ``row``."""
     loop = TrainingSteps(config, parts := build(config))
     parts.model.train()
-    facts["items"] = sum(parts.task.sizes(0, 0, 1))
+    row["items"] = sum(parts.task.sizes(0, 0, 1))
     if parts.handle.sparse:
         by_products = sum(choice.is_sparse for choice in parts.accelerated)
-        facts["layers"] = f"{by_products} of {len(parts.handle.sparse)}"
+        row["layers"] = f"{by_products} of {len(parts.handle.sparse)}"
 
     def stretch() -> None:
         for _ in range(steps):
@@ -47,10 +47,11 @@ def nmruns_loop(config: Config, steps: int, facts: Row) -> Call:
     return stretch
 
 
-def plain_loop(config: Config, steps: int, pattern: Pattern | None = None) -> Call:
+def plain_loop(config: Config, steps: int, row: Row, pattern: Pattern | None = None) -> Call:
     """Steps of a loop of a few lines as a function, with the masks of a pattern or dense."""
     parts = build(config)
     model, task, accumulate = parts.model.train(), parts.task, config.trainer.accumulate
+    row["items"] = sum(task.sizes(0, 0, 1))
     if pattern:
         mask(model, pattern, config)
     forward = torch.compile(model, fullgraph=True) if config.trainer.compile else model
@@ -106,42 +107,17 @@ def mask(model: nn.Module, pattern: Pattern, config: Config) -> None:
         parametrize.register_parametrization(entry.module, entry.attribute, parametrization)
 
 
-def case(
-    name: str,
-    ratio: str,
-    loops: Mapping[str, Callable[[Row], Call]],
-    steps: int,
-) -> Case:
-    """The comparison of some loops, dense first, of which a call makes ``steps`` steps; each is
-    given a row for its figures."""
-    facts: dict[str, Row] = {arm: {} for arm in loops}
-
-    def rows(times: dict[str, list[float]], wrong: dict[str, str]) -> list[Row]:
-        each = {arm: [ms / steps for ms in stretches] for arm, stretches in times.items()}
-        rows = harness.beside_first({"model": name, "sparsity": ratio}, each, wrong)
-        for row in rows:
-            row |= facts[row["arm"]]
-            if "ms" in row:
-                row["items_per_second"] = facts["dense"]["items"] / row["ms"] * 1e3
-        return rows
-
-    arms = {arm: partial(make, facts[arm]) for arm, make in loops.items()}
-    return Case(f"{name} {ratio}", arms, rows)
-
-
 def loops(
     folder: Path, words: Sequence[str], ratio: str, arms: Sequence[str], steps: int
 ) -> dict[str, Callable[[Row], Call]]:
     """The loops of some arms, recipes and the plain ones, dense first."""
 
-    def config(recipe: str) -> Config:
-        return composed(folder, [*words, f"recipe={recipe}", f"sparsity='{ratio}'"])
-
-    def loop(arm: str, facts: Row) -> Call:
-        if arm not in PLAIN_LOOPS:
-            return nmruns_loop(config(arm), steps, facts)
-        pattern = Pattern.parse(ratio) if arm == "masked_loop" else None
-        return plain_loop(config("dense"), steps, pattern)
+    def loop(arm: str, row: Row) -> Call:
+        recipe = "dense" if arm in PLAIN_LOOPS else arm
+        config = composed(folder, [*words, f"recipe={recipe}", f"sparsity='{ratio}'"])
+        if arm == "masked_loop":
+            return plain_loop(config, steps, row, Pattern.parse(ratio))
+        return (plain_loop if arm in PLAIN_LOOPS else nmruns_loop)(config, steps, row)
 
     return {arm: partial(loop, arm) for arm in dict.fromkeys(("dense", *arms))}
 
@@ -149,43 +125,46 @@ def loops(
 HEAD = "model", "N:M", "arm", "ms a step", "times as fast", "items/s", "layers by N:M products"
 
 
-def line(row: Row) -> list[str]:
-    return [
-        *(row["model"], row["sparsity"], row["arm"], f"{row['ms']:.4g}"),
-        *(harness.spread(row, "speedup"), f"{row['items_per_second']:,.0f}", row.get("layers", "")),
-    ]
-
-
-def page(rows: list[Row], steps: int, device: torch.device) -> str:
+def page(rows: list[Row], clock: harness.Clock) -> str:
     title = (
-        f"Training steps: milliseconds {harness.clock_name(device)}, and times as fast as dense. Median [quartiles] of paired "
-        f"stretches of {steps} steps, n = {harness.samples(rows)}. Items are tokens or images."
+        f"Training steps: milliseconds {clock.name}, and times as fast as dense. Median [quartiles] of paired "
+        f"stretches of {clock.steps} steps, n = {harness.samples(rows)}. Items are tokens or images."
     )
-    table = aligned(HEAD, [line(row) for row in rows if "ms" in row])
-    missing = [
-        f"{row['model']} {row['sparsity']} without {row['arm']}: {row['wrong']}"
-        for row in rows
-        if "wrong" in row
-    ]
-    return "\n\n".join([title, table, *missing])
+    lines, missing = [], []
+    for row in rows:
+        name = row["model"], row["sparsity"], row["arm"]
+        if "wrong" in row:
+            missing.append(f"{name[0]} {name[1]} without {name[2]}: {row['wrong']}")
+            continue
+        speed = (
+            f"{row['ms']:.4g}",
+            harness.spread(row, "speedup"),
+            f"{row['items_per_second']:,.0f}",
+        )
+        lines.append([*name, *speed, row.get("layers", "")])
+    return "\n\n".join([title, aligned(HEAD, lines), *missing])
 
 
-def benchmark(
-    models: Sequence[str], sparsity: Sequence[str], arms: Sequence[str], steps: int,
-    overrides: Sequence[str], rounds: int,
-) -> Benchmark:  # fmt: skip
-    length = f"trainer.steps={(WARM_UP + 1 + rounds) * steps}"
+def compared(rows: list[Row]) -> None:
+    harness.beside_first(rows)
+    for row in rows:
+        if "ms" in row:
+            row["items_per_second"] = row["items"] / row["ms"] * 1e3
+
+
+def benchmark(options: argparse.Namespace) -> Benchmark:
+    length = f"trainer.steps={(WARM_UP + 1 + options.rounds) * options.steps}"
 
     def cases() -> Iterator[Case]:
-        with tempfile.TemporaryDirectory() as folder:
-            random_text(Path(folder))
-            for name in models:
-                words = [*NETWORKS[name], length, *overrides]
-                for ratio in sparsity:
-                    made = loops(Path(folder), words, ratio, arms, steps)
-                    yield case(name, ratio, made, steps)
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            random_text(folder)
+            for model in options.models:
+                words = [*NETWORKS[model], length, *options.overrides]
+                for ratio in options.sparsity:
+                    arms = loops(folder, words, ratio, options.arms, options.steps)
+                    yield Case({"model": model, "sparsity": ratio}, arms)
 
-    with tempfile.TemporaryDirectory() as folder:
-        device = prepare(composed(Path(folder), [*NETWORKS[models[0]], *overrides]))
-    about = partial(page, steps=steps, device=device)
-    return Benchmark(cases(), about, device, harness.Clock(device), rounds)
+    device = prepare(composed(Path(), [*NETWORKS[options.models[0]], *options.overrides]))
+    clock = harness.Clock(device, options.steps)
+    return Benchmark(cases(), partial(page, clock=clock), clock, options.rounds, compared)

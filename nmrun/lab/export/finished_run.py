@@ -14,8 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError, RunError
-from nmrun.lab import consent, models, tasks
+from nmrun.errors import RunError
+from nmrun.lab import models, tasks
+from nmrun.lab.arguments import demand_consent
 from nmrun.lab.config import schema
 from nmrun.lab.runs.run_folder import FINAL, REMEDY, RunFolder, activations_of
 from nmrun.lab.tasks.base import Task
@@ -54,31 +55,19 @@ class FinishedRun:
         """The patterns, and how many layers have each."""
         return f"{hold(layer.pattern for layer in self.layers)} in {len(self.layers)} layers"
 
-    def about(self, layers: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-        """What goes beside the weights as JSON; ``layers`` are other lines than the report's, where
-        a format names layers otherwise."""
+    def describe(self, to: Path, layers: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+        """Write ``sparsity.json``, and return what is in it. ``layers`` are other lines than the
+        report's, where a format names layers otherwise."""
         sparsity = self.result["sparsity"]
-        return {
+        about = {
             "pattern": sparsity["pattern"],
             "recipe": self.result["config"]["recipe"],
             "layers": sparsity["layers"] if layers is None else layers,
             "id": self.result["id"],
             **self.result.get("signature", {}),
         }
-
-
-def write_about(about: dict[str, Any], folder: Path) -> None:
-    (folder / "sparsity.json").write_text(json.dumps(about, indent=2) + "\n")
-
-
-def load(folder: Path, trusted: bool = False) -> FinishedRun:
-    """:func:`read` a sparse run; ConfigError if it is dense."""
-    run = read(folder, trusted)
-    if not run.layers:
-        raise ConfigError(
-            f"{folder} is a dense run: no weight of it is N:M, and its model.safetensors is plain as it is"
-        )
-    return run
+        (to / "sparsity.json").write_text(json.dumps(about, indent=2) + "\n")
+        return about
 
 
 def read(folder: Path, trusted: bool = False) -> FinishedRun:
@@ -95,39 +84,25 @@ def read(folder: Path, trusted: bool = False) -> FinishedRun:
         state = load_file(source)
     except SafetensorError as error:
         raise RunError(f"{source} is damaged or cut off ({error})") from None
-    sparsity = result["sparsity"]
-    layers = [
-        SparseLayer(
-            line["name"],
-            Pattern.parse(line.get("pattern", sparsity["pattern"])),
-            line.get("dim", 1),
-        )
-        for line in sparsity["layers"]
-        if line.get("holds", True)  # but not in a network that ends dense
-    ]
-    for layer in layers:
+    sparsity, layers = result["sparsity"], list[SparseLayer]()
+    for line in sparsity["layers"]:
+        if not line.get("holds", True):  # in a network that ends dense
+            continue
+        name, pattern = line["name"], Pattern.parse(line.get("pattern", sparsity["pattern"]))
+        layers.append(SparseLayer(name, pattern, line.get("dim", 1)))
         try:
-            check_nm(state[layer.name], layer.pattern, layer.dim, pad=True)
+            check_nm(state[name], pattern, layers[-1].dim, pad=True)
         except ValueError as error:
-            raise RunError(f"{layer.name}: {str(error).removeprefix('tensor ')}") from None
-        state[layer.name] = state[layer.name] + 0.0
+            raise RunError(f"{name}: {str(error).removeprefix('tensor ')}") from None
+        state[name] = state[name] + 0.0
     return FinishedRun(folder, result, state, layers, trusted)
-
-
-def refuse_pruned_activations(run: FinishedRun) -> None:
-    """Raise ConfigError for a run whose result has N:M activations: no other program prunes them."""
-    if pattern := activations_of(run.result["config"]):
-        raise ConfigError(
-            f"trainer.activations={pattern}: its activations are pruned, which this format cannot say "
-            "(trainer.activations_dense_end trains a network with dense ones)"
-        )
 
 
 def network(run: FinishedRun) -> tuple[nn.Module, Task]:
     """The run's network with its weights, on the CPU and set to evaluation, and its task. It prunes
     its activations if the run did in the end."""
-    consent.demand_consent(run.folder, run.result["config"], run.trusted)
     plain = run.result["config"]
+    demand_consent(run.folder, plain, run.trusted)
     if plain["recipe"]["name"] in METHODS:  # no recipe, and no part of the network
         plain = {**plain, "recipe": {"name": schema.STAND_IN}}
     config = schema.check(OmegaConf.create(plain))
@@ -141,5 +116,5 @@ def network(run: FinishedRun) -> tuple[nn.Module, Task]:
 def write_plain(run: FinishedRun, folder: Path) -> list[str]:
     """Write ``model.safetensors`` and ``sparsity.json``: pattern, recipe and every sparse layer."""
     (folder / "model.safetensors").write_bytes(save(run.state))
-    write_about(run.about(), folder)
+    run.describe(folder)
     return [f"model.safetensors: {run.holds}"]

@@ -3,7 +3,7 @@ Hugging Face."""
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,10 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError, RunError, needs
-from nmrun.lab.export.finished_run import (
-    FinishedRun,
-    SparseLayer,
-    refuse_pruned_activations,
-    write_about,
-)
+from nmrun.lab.export.finished_run import FinishedRun, SparseLayer
 from nmrun.lab.keys.models import GPT
 from nmrun.lab.keys.options import CLASSES, kind
-from nmrun.lab.models import hugging_face
-from nmrun.lab.models.hugging_face import EncoderClassifier
-from nmrun.lab.models.texts import GPTNetwork
+from nmrun.lab.models.hugging_face import TRANSPOSED, EncoderClassifier
 from nmrun.lab.tasks.hugging_face import fetch, quiet
 from nmrun.lab.tasks.text.corpus import LEVELS
 from nmrun.sparsity.check import check_nm
@@ -43,166 +36,131 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
     """
     options = run.result["config"]["model"]
     name = options["name"]
-    ours = name in OURS and not options.get("_target_")
-    if not ours and name not in PRETRAINED:
-        raise ConfigError(
-            f"model={name} is no network of Hugging Face; --format hf takes {', '.join((*PRETRAINED, *OURS))}"
-        )
-    refuse_pruned_activations(run)
-    if ours:
+    if options.get("_target_") or name not in (*OURS, *PRETRAINED):
+        takes = ", ".join((*PRETRAINED, *OURS))
+        raise ConfigError(f"model={name} is no network of Hugging Face; --format hf takes {takes}")
+    with needs("--format hf", "transformers"):
+        import transformers
+    if name in OURS:
         config = _config(run)
     else:
         config = fetch("AutoConfig", "model.pretrained", options["pretrained"])
     makers = {"hf_causal": _causal, "hf_encoder": _encoder}
-    network, names, notes = makers.get(name, _gpt2)(run, config, folder)
+    network, names = makers.get(name, _gpt2)(run, config)
+    notes, state = _tokenizer(run, folder), network.state_dict()
+    if name in ("hf_gpt2", "hf_causal"):  # such as the tokens that end a text, if it says them
+        with contextlib.suppress(OSError), quiet():
+            pretrained = str(Path(options["pretrained"]).expanduser())
+            generation = transformers.GenerationConfig.from_pretrained(pretrained)
+            network.generation_config = generation
+    if name == "hf_encoder" and "head.weight" not in names:
+        head = {part: run.state[f"head.{part}"].contiguous() for part in ("weight", "bias")}
+        (folder / "head.safetensors").write_bytes(save(head))
+        notes.append(
+            "  the encoder, for AutoModel; no classifier of transformers has this head "
+            f"({options['pooling']}): head.safetensors"
+        )
     with quiet():
         network.save_pretrained(folder)
-    if name in ("hf_gpt2", "hf_causal"):
-        _generation(options["pretrained"], folder)
-    state, layers = network.state_dict(), []
+    turned, layers = TRANSPOSED if name in (*OURS, "hf_gpt2") else (), []
     for layer in run.layers:
-        dim = (
-            0
-            if (ours or name == "hf_gpt2") and layer.name.endswith(hugging_face.TRANSPOSED)
-            else layer.dim
-        )
+        dim = 0 if layer.name.endswith(turned) else layer.dim
         layers.append(SparseLayer(names.get(layer.name, layer.name), layer.pattern, dim))
         if layers[-1].name in state:
             check_nm(state[layers[-1].name], layer.pattern, dim, pad=True)
-    write_about(run.about([layer.plain for layer in layers]), folder)
-    notes += _tokenizer(run, folder)
-    return [
-        f"model.safetensors: {run.holds} of {type(network).__name__}",
-        *notes,
-    ]
+    run.describe(folder, [layer.plain for layer in layers])
+    return [f"model.safetensors: {run.holds} of {type(network).__name__}", *notes]
 
 
 def _config(run: FinishedRun) -> Any:
-    with needs("--format hf", "transformers"):
-        import transformers
+    import transformers
+
     options = run.result["config"]["model"]
     vocabulary, width = run.state["wte.weight"].shape
-    values: dict[str, Any] = {
-        "vocab_size": vocabulary,
-        "n_positions": len(run.state["wpe.weight"]),
-        "n_embd": width,
-        "n_layer": options["layers"],
-        "n_head": options["heads"],
-        "activation_function": ACTIVATIONS[options.get("activation", "gelu")],
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options["dropout"]),
-        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # the data do not have such tokens
-    }
-    return transformers.GPT2Config(**values)
+    dropout: Any = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options["dropout"])
+    return transformers.GPT2Config(
+        vocab_size=vocabulary,
+        n_positions=len(run.state["wpe.weight"]),
+        n_embd=width,
+        n_layer=options["layers"],
+        n_head=options["heads"],
+        activation_function=ACTIVATIONS[options.get("activation", "gelu")],
+        bos_token_id=None,  # the data do not have such tokens
+        eos_token_id=None,
+        **dropout,
+    )
 
 
-def _gpt2(run: FinishedRun, config: Any, folder: Path) -> tuple[Any, dict[str, str], list[str]]:
+Made = tuple[Any, dict[str, str]]  # a network of transformers, and its names by ours
+
+
+def _gpt2(run: FinishedRun, config: Any) -> Made:
     """Hugging Face's network with the run's weights, stored (inputs, outputs) where theirs are."""
     import transformers
 
     theirs = transformers.GPT2LMHeadModel(config).eval()
-    names = {
-        name: name if name.startswith("lm_head") else f"transformer.{name}" for name in run.state
-    }
+    names = {n: n if n.startswith("lm_head") else f"transformer.{n}" for n in run.state}
     state = {
-        names[n]: t.T.contiguous() if n.endswith(hugging_face.TRANSPOSED) else t
-        for n, t in run.state.items()
+        names[n]: t.T.contiguous() if n.endswith(TRANSPOSED) else t for n, t in run.state.items()
     }
-    # their layers always have biases, which are 0 for a network without
-    zeros = {n: torch.zeros_like(t) for n, t in theirs.state_dict().items() if n.endswith("bias")}
-    without = "ln_f.bias" not in run.state
-    _fill(theirs, {**zeros, **state} if without else state)
-    relu2 = config.activation_function == "relu2"
-    ours = GPTNetwork(
-        config.vocab_size,
-        config.n_positions,
-        config.n_layer,
-        config.n_head,
-        config.n_embd,
-        bias=not without,
-        activation="relu2" if relu2 else "gelu",
-    ).eval()
-    ours.load_state_dict(run.state)
-    tokens = torch.arange(4 * config.n_positions).view(4, -1) % config.vocab_size
-    with torch.no_grad():
-        expected, logits = ours(tokens), theirs(tokens).logits
-    if not torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
-        raise RunError(
-            "Hugging Face's GPT-2 does not compute with these weights what the run's does"
-        )
-    return theirs, names, []
+    has_bias = "ln_f.bias" in run.state
+    if not has_bias:  # their layers always have biases
+        zeros = {
+            n: torch.zeros_like(t) for n, t in theirs.state_dict().items() if n.endswith("bias")
+        }
+        state = zeros | state
+    _fill(theirs, state)
+    return theirs, names
 
 
-def _causal(run: FinishedRun, config: Any, folder: Path) -> tuple[Any, dict[str, str], list[str]]:
+def _causal(run: FinishedRun, config: Any) -> Made:
     """Hugging Face's network with the run's weights, under their own names."""
     import transformers
 
     theirs = transformers.AutoModelForCausalLM.from_config(config, dtype="float32")
     names = {name: name.removeprefix("network.") for name in run.state}
     _fill(theirs, {names[name]: tensor for name, tensor in run.state.items()})
-    return theirs, names, []
+    return theirs, names
 
 
-def _encoder(run: FinishedRun, config: Any, folder: Path) -> tuple[Any, dict[str, str], list[str]]:
+def _encoder(run: FinishedRun, config: Any) -> Made:
     """Hugging Face's classifier with the run's weights if it is the same function, else the encoder
-    alone and the head beside it."""
+    alone."""
     import transformers
 
     options, classes = run.result["config"]["model"], len(run.state["head.weight"])
-    ours = EncoderClassifier(
-        transformers.AutoModel.from_config(config, dtype="float32"),
-        classes,
-        options["pooling"],
-        0.0,
-    ).eval()
+    encoder = transformers.AutoModel.from_config(config, dtype="float32")
+    ours = EncoderClassifier(encoder, classes, options["pooling"], 0.0).eval()
     _fill(ours, run.state)
     config.num_labels = classes
-    classifier = _classifier(ours, config)
-    if classifier is not None:
-        return *classifier, []
-    head = {name: run.state[f"head.{name}"].contiguous() for name in ("weight", "bias")}
-    (folder / "head.safetensors").write_bytes(save(head))
-    note = f"  the encoder, for AutoModel; no classifier of transformers has this head ({options['pooling']}): head.safetensors"
-    return ours.encoder, {name: name.removeprefix("encoder.") for name in run.state}, [note]
-
-
-def _classifier(ours: EncoderClassifier, config: Any) -> tuple[Any, dict[str, str]] | None:
-    import transformers
-
-    try:
+    with contextlib.suppress(ValueError, RunError):  # none of this architecture, or of another head
         theirs = transformers.AutoModelForSequenceClassification.from_config(
             config, dtype="float32"
         ).eval()
-    except ValueError:  # there is none for this architecture
-        return None
-    state, keys = ours.state_dict(), theirs.state_dict().keys()
+        names = _classifier_names(run.state, theirs)
+        _fill(theirs, {names[name]: tensor for name, tensor in run.state.items()})
+        tokens = torch.arange(48).view(4, 12) % config.vocab_size
+        mask = torch.arange(12) < torch.tensor([[12], [7], [9], [3]])
+        segments = torch.zeros_like(tokens)
+        inputs = {"token_type_ids": segments} if ours.has_segments else {}
+        with torch.no_grad():
+            logits = theirs(tokens, attention_mask=mask.long(), **inputs).logits
+            if torch.equal(ours(tokens, mask, segments), logits):
+                return theirs, names
+    return encoder, {n: n.removeprefix("encoder.") for n in run.state if n[:5] != "head."}
+
+
+def _classifier_names(state: dict[str, Tensor], theirs: Any) -> dict[str, str]:
+    """The names of a classifier of transformers by those of an :class:`EncoderClassifier`."""
+    keys = theirs.state_dict().keys()
     names = {name: f"{theirs.base_model_prefix}.{name.removeprefix('encoder.')}" for name in state}
     for part in ("weight", "bias"):
-        names[f"head.{part}"] = next(
-            (
-                f"classifier.{to}{part}"
-                for to in ("", "out_proj.")
-                if f"classifier.{to}{part}" in keys
-            ),
-            "",
-        )
-        if f"classifier.dense.{part}" in keys:  # RoBERTa's classifier has the pooler in it
+        # RoBERTa's classifier has the pooler in it
+        has_pooler = f"classifier.dense.{part}" in keys
+        names[f"head.{part}"] = f"classifier.{'out_proj.' if has_pooler else ''}{part}"
+        if has_pooler:
             names[f"encoder.pooler.dense.{part}"] = f"classifier.dense.{part}"
-    if set(names.values()) != keys:
-        return None
-    try:
-        _fill(theirs, {names[name]: tensor for name, tensor in state.items()})
-    except RunError:
-        return None
-    tokens = torch.arange(48).view(4, 12) % config.vocab_size
-    mask = torch.arange(12) < torch.tensor([[12], [7], [9], [3]])
-    segments = torch.zeros_like(tokens)
-    inputs = {"token_type_ids": segments} if ours.has_segments else {}
-    with torch.no_grad():
-        same = torch.equal(
-            ours(tokens, mask, segments),
-            theirs(tokens, attention_mask=mask.long(), **inputs).logits,
-        )
-    return (theirs, names) if same else None
+    return names
 
 
 def _fill(model: nn.Module, state: dict[str, Tensor]) -> None:
@@ -210,21 +168,6 @@ def _fill(model: nn.Module, state: dict[str, Tensor]) -> None:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise RunError(f"the weights do not fit the config of model.pretrained: {error}") from None
-
-
-def _generation(pretrained: str, folder: Path) -> None:
-    """Copy the pretrained network's settings for generation, such as the tokens that end a text, if
-    it has any."""
-    from transformers.utils.hub import cached_file
-
-    source = cached_file(
-        str(Path(pretrained).expanduser()),
-        "generation_config.json",
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    if source is not None:
-        shutil.copyfile(source, folder / "generation_config.json")
 
 
 def _tokenizer(run: FinishedRun, folder: Path) -> list[str]:

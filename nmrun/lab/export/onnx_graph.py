@@ -9,13 +9,9 @@ this is counted in the graph that is written.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
 import json
-import logging
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError, RunError, first_line, needs
-from nmrun.lab.export.finished_run import (
-    FinishedRun,
-    network,
-    refuse_pruned_activations,
-    write_about,
-)
+from nmrun.lab.export.finished_run import FinishedRun, network
 from nmrun.lab.models.texts import GPTNetwork
-from nmrun.patterns import hold
+from nmrun.lab.output import silent
+from nmrun.patterns import Pattern, hold
+from nmrun.sparsity.reference import grouped, holds
 
 # bytes of weights that fit into the file, whose limit is 2 GiB; more go to a second file
 LARGEST = 1 << 30
+PRODUCTS = ("Conv", "Gemm", "MatMul")
 
 
 def write(run: FinishedRun, folder: Path) -> list[str]:
@@ -49,57 +43,42 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
         onnx, runtime, _ = (
             importlib.import_module(name) for name in ("onnx", "onnxruntime", "onnxscript")
         )
-    refuse_pruned_activations(run)
-    model, name, example, sizes = _build(run)
-    graph = _graph(model, name, example(2), sizes)
+    model, name, example, sizes = _inputs(run)
+    with silent():
+        graph = _graph(model, name, example(2), sizes)
     layers = locate(graph.graph, run, onnx.numpy_helper)
-    about = run.about(layers)
+    about = run.describe(folder, layers)
     metadata = {key: json.dumps(value) for key, value in about.items() if key != "layers"}
     onnx.helper.set_model_props(graph, metadata)
-    outside = sum(tensor.nbytes for tensor in run.state.values()) > LARGEST
-    onnx.save_model(
-        graph, str(folder / "model.onnx"), save_as_external_data=outside, location="model.onnx.data"
-    )
-    with _no_talk():
-        session = runtime.InferenceSession(
-            str(folder / "model.onnx"), providers=["CPUExecutionProvider"]
-        )
-    difference = 0.0
-    for batch in (1, 3):
-        inputs = example(batch)
-        with torch.no_grad():
-            expected = model(inputs)
-        (logits,) = session.run(None, {name: inputs.numpy()})
-        difference = max(
-            difference,
-            float((torch.from_numpy(logits) - expected).abs().max() / expected.abs().max()),
-        )
-    if not difference < 1e-3:  # also true for NaN
+    outside, file = sum(t.nbytes for t in run.state.values()) > LARGEST, str(folder / "model.onnx")
+    onnx.save_model(graph, file, save_as_external_data=outside, location="model.onnx.data")
+    with silent():
+        session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    off = max(_off(session, model, name, example(batch)) for batch in (1, 3))
+    if not off < 1e-3:  # also true for NaN
         raise RunError(
-            f"onnxruntime's logits differ from torch's by {difference:.2g} of the largest: not written"
+            f"onnxruntime's logits differ from torch's by {off:.2g} of the largest: not written"
         )
-    write_about(about, folder)
     fits, missing = sum(layer["tensorrt"] for layer in layers), len(run.layers) - len(layers)
-    return [
+    lines = [
         f"model.onnx: {hold(layer.pattern for layer in run.layers)} in {len(layers)} layers; "
-        f"onnxruntime's logits differ by {difference:.1g} of the largest",
+        f"onnxruntime's logits differ by {off:.1g} of the largest",
         f"  {fits} of them have two non-zeros in every four inputs at most, as TensorRT's sparse kernels need",
-        *(
-            [f"  {missing} sparse layers are not found in the graph: they count as dense there"]
-            if missing
-            else []
-        ),
     ]
+    if missing:
+        line = f"  {missing} sparse layers are not found in the graph: they count as dense there"
+        lines.append(line)
+    return lines
 
 
-def _build(run: FinishedRun) -> tuple[nn.Module, str, Callable[[int], Tensor], dict[int, Any]]:
+def _inputs(run: FinishedRun) -> tuple[nn.Module, str, Callable[[int], Tensor], dict[int, Any]]:
     """The run's network on the CPU; the name of its input; a function that draws an input of so
     many images or texts; and the input's dimensions of variable size."""
     model, task = network(run)
     batch = {0: torch.export.Dim("batch")}
     if "shape" in task.inputs:
         shape = tuple(task.inputs["shape"])
-        return model, "images", lambda n: torch.randn(n, *shape, generator=_generator(n)), batch
+        return model, "images", lambda n: torch.randn(n, *shape, generator=_seeded(n)), batch
     if not isinstance(model, GPTNetwork):
         name = run.result["config"]["model"]["name"]
         raise ConfigError(
@@ -108,28 +87,20 @@ def _build(run: FinishedRun) -> tuple[nn.Module, str, Callable[[int], Tensor], d
     tokens, context = model.wte.num_embeddings, model.wpe.num_embeddings
 
     def texts(n: int) -> Tensor:
-        return torch.randint(tokens, (n, max(2, context // n)), generator=_generator(n))
+        return torch.randint(tokens, (n, max(2, context // n)), generator=_seeded(n))
 
     return model, "tokens", texts, {**batch, 1: torch.export.Dim("length", max=context)}
 
 
-def _generator(seed: int) -> torch.Generator:
+def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
 def _graph(model: nn.Module, name: str, inputs: Tensor, sizes: dict[int, Any]) -> Any:
     names: dict[str, Any] = {"input_names": [name], "output_names": ["logits"]}
+    how: dict[str, Any] = {"dynamo": True, "dynamic_shapes": (sizes,), "verbose": False, **names}
     try:
-        with _no_talk():
-            program = torch.onnx.export(
-                model,
-                (inputs,),
-                dynamo=True,
-                dynamic_shapes=(sizes,),
-                verbose=False,
-                **names,
-            )
-        assert program is not None
+        program: Any = torch.onnx.export(model, (inputs,), **how)
         return program.model_proto
     except Exception as error:  # the exporter has many kinds, each with pages of text
         raise RunError(
@@ -137,34 +108,37 @@ def _graph(model: nn.Module, name: str, inputs: Tensor, sizes: dict[int, Any]) -
         ) from None
 
 
+def _off(session: Any, model: nn.Module, name: str, inputs: Tensor) -> float:
+    """How far onnxruntime's logits are from torch's, as a share of the largest."""
+    with torch.no_grad():
+        expected = model(inputs)
+    (logits,) = session.run(None, {name: inputs.numpy()})
+    return float((torch.from_numpy(logits) - expected).abs().max() / expected.abs().max())
+
+
 def locate(graph: Any, run: FinishedRun, helper: Any) -> list[dict[str, Any]]:
     """The sparse weights in the graph, with the axis that is summed over; they get the model's
     names back, and +0.0 for -0.0. RunError if one is no longer N:M along that axis."""
     stored = {initializer.name: initializer for initializer in graph.initializer}
-    values = {
-        name: torch.from_numpy(helper.to_array(tensor).copy()) for name, tensor in stored.items()
-    }
-    axes = {
-        node.input[1]: _axis(node)
-        for node in graph.node
-        if node.op_type in ("Conv", "Gemm", "MatMul")
-    }
+    axes = {node.input[1]: _axis(node) for node in graph.node if node.op_type in PRODUCTS}
+    values = {n: torch.tensor(helper.to_array(t)) for n, t in stored.items() if n in axes}
     layers = []
     for layer in run.layers:
-        name = _initializer(layer.name, run.state[layer.name], values, axes)
+        weight = run.state[layer.name]
+        same = (n for n, value in values.items() if _is_same(value, weight, axes[n]))
+        name = layer.name if layer.name in values else next(same, None)
         if name is None:
             continue
-        weight = values.pop(name) + 0.0  # a folded batch norm's negative factor makes -0.0
-        if not _holds(weight, layer.pattern.n, layer.pattern.m, axes[name]):
+        axis = axes[name]
+        found = values.pop(name) + 0.0  # a folded batch norm's negative factor makes -0.0
+        if not _holds(found, layer.pattern.n, layer.pattern.m, axis):
             raise RunError(
                 f"{layer.name} is not {layer.pattern} in the graph that the exporter made"
             )
-        stored[name].CopyFrom(helper.from_array(np.ascontiguousarray(weight.numpy()), layer.name))
+        stored[name].CopyFrom(helper.from_array(np.ascontiguousarray(found.numpy()), layer.name))
         for node in graph.node:
             node.input[:] = [layer.name if used == name else used for used in node.input]
-        layers.append(
-            {**layer.plain, "dim": axes[name], "tensorrt": _holds(weight, 2, 4, axes[name])}
-        )
+        layers.append({**layer.plain, "dim": axis, "tensorrt": _holds(found, 2, 4, axis)})
     return layers
 
 
@@ -174,34 +148,10 @@ def _axis(node: Any) -> int:
     return 1 if node.op_type == "Conv" else 0
 
 
-def _initializer(
-    name: str, weight: Tensor, values: dict[str, Tensor], axes: dict[str, int]
-) -> str | None:
-    """The initializer of this weight: the one of its name, else one that equals it, transposed or
-    not."""
-    if name in values and name in axes:
-        return name
-    for other, value in values.items():
-        if other in axes and value.dim() == weight.dim() == 2:
-            turned = value if axes[other] == 1 else value.T
-            if turned.shape == weight.shape and torch.equal(turned, weight):
-                return other
-    return None
+def _is_same(value: Tensor, weight: Tensor, axis: int) -> bool:
+    """Whether an initializer is this matrix, transposed where its rows are summed over."""
+    return value.dim() == 2 and torch.equal(value if axis == 1 else value.T, weight)
 
 
 def _holds(weight: Tensor, n: int, m: int, axis: int) -> bool:
-    last = weight.movedim(axis, -1)
-    groups = nn.functional.pad(last, (0, -last.shape[-1] % m)).unflatten(-1, (-1, m))
-    return bool(((groups != 0).sum(-1) <= n).all())
-
-
-@contextlib.contextmanager
-def _no_talk() -> Iterator[None]:
-    logger, before = logging.getLogger("torch.onnx"), logging.getLogger("torch.onnx").level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(before)
+    return holds(*grouped(weight, Pattern(n, m), axis, True))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nmrun.lab import consent
+from nmrun.lab import arguments
 from nmrun.lab.arguments import Parser, in_range
 from nmrun.lab.runs.run_folder import FINAL, RunFolder
 from nmrun.patterns import Pattern
@@ -54,13 +54,12 @@ def main(argv: Sequence[str]) -> int:
         default="weights",
         help="what the budget counts: weights (those kept; default), or flops (of their forward products)",
     )
-    consent.consent_option(parser)
+    arguments.consent_option(parser)
     options = parser.parse_args(argv)
     run = RunFolder(options.run)
     run.demand(options.run)
-    consent.demand_consent(
-        options.run, run.result["config"], options.yes, ("recipe", *consent.BUILT)
-    )
+    groups = ("recipe", *arguments.BUILT)
+    arguments.demand_consent(options.run, run.result["config"], options.yes, groups)
     print("\n".join(_proposal_lines(run, options.budget, options.m, options.cost)))
     return 0
 

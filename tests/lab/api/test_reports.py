@@ -78,19 +78,6 @@ def test_a_filter_is_that_of_the_verb(outputs, table):
         nmrun.runs(outputs / "nowhere")
 
 
-@pytest.mark.parametrize("value", [3, {"recipe": "step"}])
-def test_what_is_no_list_of_texts_gets_a_line(value, outputs):
-    for call in (nmrun.runs, nmrun.table, nmrun.plot):
-        with pytest.raises(
-            ConfigError, match=r"^filter=.*: it takes a text or a list of texts, as"
-        ):
-            call(outputs, filter=value)
-        with pytest.raises(ConfigError, match=r"^path=.*: it takes a text or a list of texts$"):
-            call(value)
-    with pytest.raises(ConfigError, match=r"overrides are a text or a list of texts, as in"):
-        nmrun.run(value)
-
-
 def test_a_table_is_that_of_the_verb(outputs, table):
     asked = ("--rows", "recipe,optimizer.lr", "--baseline", "dense 0.001", "--format", "csv")
     status, text, _ = table(*asked)

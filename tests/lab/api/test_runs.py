@@ -272,8 +272,7 @@ def test_mistakes_get_a_line(nmrun_cli):
     for call, line in {
         "--help": "--help: not for Python",
         "-m seed=0,1": "--multirun: not for Python; nmrun.sweep does several runs",
-        "seed=0,1": "seed=0,1: nmrun.sweep does several runs",
-        "experiment=step_cifar10": "experiment=step_cifar10: nmrun.sweep does several runs",
+        "seed=0,1": "seed=0,1: several values make a sweep; add -m",
         "seed='1": "seed='1: No closing quotation",
     }.items():
         with pytest.raises(ConfigError) as raised:

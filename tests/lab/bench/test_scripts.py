@@ -82,10 +82,10 @@ def test_a_small_language_model(
         assert torch.equal(whole(x), output)
         model.model.set_attn_implementation("sdpa")  # with a mask
         torch.testing.assert_close(model(x), output)
-    comparison = harness.PairedRounds()
     case = infer.case(name, (1, 5), model, x, [("float32", "packed", "1:4")])
-    comparison.measure(case, 2, harness.Clock(CPU))
-    rows = case.rows(comparison.times, comparison.wrong)
+    rows: list[harness.Row] = []
+    harness.measure(case, 2, harness.Clock(CPU), rows)
+    infer.compared(rows)
     assert [row["arm"] for row in rows] == ["torch", "packed"]
     assert not any("wrong" in row for row in rows)
     assert rows[-1]["layers"].endswith(f"of {layers}")

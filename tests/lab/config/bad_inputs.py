@@ -449,7 +449,6 @@ VERBS = {
     "rerun": "required: RUN\n",
     "rerun nowhere": "nowhere",
     "rerun .": "no run",
-    "rerun . seed=1,2": "seed=1,2: several values make a sweep, and this is one run",
 }
 
 # What lies in the current folder, and is there afterwards.

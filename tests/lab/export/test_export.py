@@ -24,7 +24,7 @@ from verbs import verb
 
 import nmrun
 from nmrun.errors import RunError
-from nmrun.lab.export.cli import main
+from nmrun.lab.export.cli import export
 from nmrun.lab.train.weights import Replicated
 from nmrun.sparsity import check_nm
 from nmrun.sparsity.check import layer_report
@@ -163,25 +163,6 @@ def test_of_a_plain_model_every_weight_that_could_hold_is_checked():
         check_nm(model, "2:4", exclude="head")
 
 
-def test_of_a_sparse_model_the_weights_in_use_are_checked():
-    """It is a plain model: check_nm is told the same overrides that sparsify was."""
-    ratios = {"0": "1:8", "5": "dense"}
-    model, handle = trained("asp", 2, overrides=ratios)
-    with pytest.raises(ValueError, match=r"^0.weight is not 1:8"):  # the dense phase
-        check_nm(model, "2:4", overrides=ratios, exclude=None)
-    model, handle = trained("asp", 6, overrides=ratios)
-    for finished in (False, True):
-        if finished:
-            handle.finalize()
-        assert check_nm(model, "2:4", overrides=ratios, exclude=None) == ["0.weight", "3.weight"]
-        assert check_nm(model, "3:4", overrides=ratios, exclude=None) == ["0.weight", "3.weight"]
-        with pytest.raises(ValueError, match=r"^3.weight is not 1:4"):
-            check_nm(model, "1:4", overrides=ratios, exclude=None)
-        # it does not know what was dense by choice
-        with pytest.raises(ValueError, match=r"^5.weight is not 2:4"):
-            check_nm(model, "2:4", exclude=None)
-
-
 @pytest.mark.parametrize("steps", [0, 3, TOTAL])
 @pytest.mark.parametrize(
     "recipe", ["sr_ste", "s_ste", "asp", "step", "bi_mask", "lbc", "maskllm", "mdgf_linear"]
@@ -262,51 +243,6 @@ def test_a_model_that_is_one_layer_and_one_that_is_attention():
         check_nm(model, "1:4", exclude=None)
 
 
-# --- a model in training is exported as it is -----------------------------------------------------
-
-
-@pytest.mark.parametrize("recipe", ["sr_ste", "s_ste", "step", "bi_mask"])
-def test_torch_exports_the_live_model(recipe):
-    """Its weights are the projected ones, and it trains on."""
-    model, handle = trained(recipe, TOTAL - 1, exclude="5")
-    assert handle.is_sparse
-    x = torch.randn(2, 8, 3, 3)
-    exported = torch.export.export(model, (x,))
-    torch.testing.assert_close(exported.module()(x), model(x), rtol=0, atol=0)
-    assert sorted(exported.state_dict) == sorted(model.state_dict())
-    for name in ("0.weight", "3.weight"):
-        check_nm(exported.state_dict[name].detach(), "2:4")
-    model.train()(torch.randn(4, 8, 3, 3)).square().mean().backward()
-    handle.optimizer.step()
-    handle.finalize()
-
-
-@pytest.mark.slow
-def test_onnx_takes_the_live_model(tmp_path):
-    onnx, runtime = (
-        pytest.importorskip("onnx", reason="needs nmrun[onnx]"),
-        pytest.importorskip("onnxruntime"),
-    )
-    pytest.importorskip("onnxscript")
-    model, _ = trained("sr_ste", TOTAL - 1, exclude="5")
-    x, place = torch.randn(2, 8, 3, 3), tmp_path / "live.onnx"
-    torch.onnx.export(
-        model, (x,), str(place), dynamo=True, verbose=False, input_names=["x"], external_data=False
-    )
-    session = runtime.InferenceSession(str(place), providers=["CPUExecutionProvider"])
-    (output,) = session.run(None, {"x": x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(output), model(x).detach(), rtol=1e-4, atol=1e-5)
-    stored = {
-        t.name: torch.tensor(onnx.numpy_helper.to_array(t))
-        for t in onnx.load(str(place)).graph.initializer
-    }
-    convolutions = [t for t in stored.values() if t.dim() == 4]
-    assert len(convolutions) == 2
-    for weight in convolutions:
-        check_nm(weight, "2:4")
-        assert weight.any()
-
-
 # --- nmrun export ---------------------------------------------------------------------------------
 
 
@@ -326,7 +262,7 @@ def folder(place: Path, status: str = "finished", **changes: Tensor) -> Path:
 
 def test_a_finished_run_is_copied_with_what_it_is(tmp_path, capsys):
     run, to = folder(tmp_path / "run"), tmp_path / "deep" / "to"
-    assert main([str(run), "--out", str(to)]) == 0
+    assert export([str(run), "--out", str(to)]) == 0
     assert capsys.readouterr().out == f"{to / 'model.safetensors'}: 2:4, 1:8 hold in 2 layers\n"
     assert sorted(load_file(to / "model.safetensors")) == ["a", "b", "bias"]
     assert (to / "model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()

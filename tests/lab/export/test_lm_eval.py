@@ -70,7 +70,7 @@ def trained(folder: Path) -> Path:
 
 def test_its_accuracy_is_that_of_the_likelihoods(tmp_path):
     to = tmp_path / "hf"
-    assert cli.main([str(trained(tmp_path)), "--out", str(to), "--format", "hf"]) == 0
+    assert cli.export([str(trained(tmp_path)), "--out", str(to), "--format", "hf"]) == 0
     lines = [json.dumps({"question": q, "choices": choices}) for q, *choices in ITEMS]
     tasks = tmp_path / "tasks"
     tasks.mkdir()

@@ -54,7 +54,7 @@ def exported(place: Path, model: nn.Module, **options: Any) -> tuple[Path, nn.Mo
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = nmrun.sparsify(model, optimizer, "ste", "2:4", 8, **{"exclude": None, **options})
     run = write_run(place / "run", model.state_dict(), handle.report()["layers"])
-    assert cli.main([str(run), "--out", str(place / "to"), "--format", "packed"]) == 0
+    assert cli.export([str(run), "--out", str(place / "to"), "--format", "packed"]) == 0
     dense.load_state_dict(model.state_dict())
     return place / "to", dense.eval()
 
@@ -299,10 +299,10 @@ def test_a_run_in_int8(
     result = nmrun.run(words, output_dir=str(tmp_path / "runs"))
     plain, low = tmp_path / "plain", tmp_path / "low"
     run = str(result.folder)
-    assert cli.main([run, "--out", str(plain), "--format", "packed"]) == 0
+    assert cli.export([run, "--out", str(plain), "--format", "packed"]) == 0
     capsys.readouterr()
     words = [run, "--out", str(low), "--format", "packed", "--precision", "int8"]
-    assert cli.main(words) == 0
+    assert cli.export(words) == 0
     first, second, *more = capsys.readouterr().out.splitlines()
     by = " (1 by dense products, which are faster)" if faster == "dense int8" else ""
     assert f"1:4 holds in 1 layers, 1 of them in int8{by}, " in first
@@ -320,7 +320,7 @@ def test_a_run_in_int8(
     layer = model.get_submodule(name.removesuffix(".weight"))
     assert type(layer) is kind
     assert torch.equal(layer.dense(), rounded[name])
-    run_of_file = finished_run.load(Path(run))
+    run_of_file = finished_run.read(Path(run))
     _, task = finished_run.network(run_of_file)
     after = task.evaluate(model, "val")[task.metric]
     before = result.metrics[f"eval/{task.metric}"]
@@ -373,7 +373,7 @@ def test_int8_without_its_products_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(
         RunError, match=r"^--precision int8: this processor has no AVX-512 with VNNI and VBMI$"
     ):
-        cli.main([*words, "--precision", "int8"])
+        cli.export([*words, "--precision", "int8"])
     assert not (tmp_path / "low").exists()
 
 
@@ -389,6 +389,6 @@ def test_the_metric_before_int8_is_the_runs_own_with_its_pruned_activations(
     monkeypatch.setattr(exported_packed, "int8_layers", lambda *_: ({}, "stays"))
     capsys.readouterr()
     to = [str(result.folder), "--out", str(tmp_path / "low"), "--format", "packed"]
-    assert cli.main([*to, "--precision", "int8"]) == 0
+    assert cli.export([*to, "--precision", "int8"]) == 0
     told = re.search(r"eval/perplexity: (\S+) before", capsys.readouterr().out)
     assert float(told[1]) == pytest.approx(result.metrics["eval/perplexity"], rel=1e-5)

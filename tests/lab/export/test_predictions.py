@@ -18,7 +18,7 @@ from verbs import verb
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
 from nmrun.lab.config.identity import run_folder
-from nmrun.lab.export import finished_run, predictions
+from nmrun.lab.export import cli, finished_run
 from nmrun.lab.tasks.text import corpus
 from nmrun.lab.tasks.text.classification import TextClassification
 from nmrun.lab.tasks.vision import Classification
@@ -42,16 +42,16 @@ def test_each_token_is_drawn_from_the_softmax_of_the_last_logits():
         rolled = torch.stack([shares.roll(int(last) + 2) for last in tokens[0]])
         return functional.pad(rolled.log(), (0, 1), value=9.0)[None]
 
-    assert predictions.continued(follows, [0], 5, 4, 3, temperature=0) == [0, 1, 2, 0, 1, 2]
-    drawn = predictions.continued(follows, [0, 1], 3000, 4, 3, seed=1)
+    assert cli.continued(follows, [0], 5, 4, 3, temperature=0) == [0, 1, 2, 0, 1, 2]
+    drawn = cli.continued(follows, [0, 1], 3000, 4, 3, seed=1)
     steps = torch.tensor([(b - a) % 3 for a, b in itertools.pairwise(drawn)])
     found = steps.bincount(minlength=3) / 3000
     # a step of one has the share 0.7, of two 0.1, of none 0.2
     torch.testing.assert_close(found, torch.tensor([0.2, 0.7, 0.1]), rtol=0, atol=0.03)
-    cold = predictions.continued(follows, [0], 3000, 4, 3, temperature=0.5)
+    cold = cli.continued(follows, [0], 3000, 4, 3, temperature=0.5)
     ones = sum((b - a) % 3 == 1 for a, b in itertools.pairwise(cold)) / 3000
     assert ones == pytest.approx(0.49 / (0.49 + 0.04 + 0.01), abs=0.03)  # the squares of the shares
-    assert predictions.continued(follows, [0], 9, 4, 3, seed=5) == predictions.continued(
+    assert cli.continued(follows, [0], 9, 4, 3, seed=5) == cli.continued(
         follows, [0], 9, 4, 3, seed=5
     )
 
@@ -136,7 +136,7 @@ def test_digits_are_grey_and_of_their_own_range(tmp_path):
     of = finished_run.read(run).result["signature"]["input"]
     pixels = (image[0] * of["std"][0] + of["mean"][0]) / 16 * 255
     Image.fromarray(pixels.round().numpy().astype(np.uint8)).save(tmp_path / "digit.png")
-    made = predictions.image_input(tmp_path / "digit.png", of)
+    made = cli.image_input(tmp_path / "digit.png", of)
     torch.testing.assert_close(made, image, rtol=0, atol=0.01)  # half a step of 255
 
 

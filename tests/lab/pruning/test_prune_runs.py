@@ -21,8 +21,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab import models, tasks
 from nmrun.lab.config.identity import identity
 from nmrun.lab.export import finished_run
-from nmrun.lab.pruning.config import read_config
-from nmrun.lab.pruning.prune import calibration
+from nmrun.lab.pruning import calibration, read_config
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.train import runner
 from nmrun.sparsity import check_nm
@@ -65,7 +64,7 @@ def test_a_run_is_pruned_as_the_library_prunes(dense, capsys):
     before, config = runs.result_of(dense), read_config([str(dense)])
     assert result["config"]["recipe"] == {"name": "wanda", "samples": 10, "permute": False}
     assert "/stdlib_text/gpt_tiny/wanda/1of4/s0-" in result["folder"]
-    run = finished_run.load(Path(result["folder"]))  # all files are sealed, all layers 1:4
+    run = finished_run.read(Path(result["folder"]))  # all files are sealed, all layers 1:4
     assert len(run.layers) == 8
     # by hand: the first ten windows that training with this seed draws
     task = tasks.build(config, torch.device("cpu"))
@@ -98,7 +97,7 @@ def test_a_run_is_pruned_as_the_library_prunes(dense, capsys):
 def test_in_bfloat16_the_metrics_are_those_of_the_pruned_weights(dense, capsys):
     words = ("trainer.precision=bf16", "sparsity=1:4", "samples=4")
     result, _ = prune(dense, *words, capsys=capsys)
-    model, task = finished_run.network(finished_run.load(Path(result["folder"])))
+    model, task = finished_run.network(finished_run.read(Path(result["folder"])))
     with torch.autocast("cpu", torch.bfloat16):
         loss = task.evaluate(model, "val")["loss"]
     assert result["metrics"]["final"]["eval/loss"] == pytest.approx(loss, rel=1e-6)
@@ -114,7 +113,7 @@ def test_activations_are_pruned_as_at_the_end_of_the_run(dense_end, tmp_path, ca
     options = (tmp_path / "run", "samples=4", f"output_dir={tmp_path}")
     result, _ = prune(*options, capsys=capsys)
     assert result["metrics"]["final"]["eval/dense/loss"] == pytest.approx(before["eval/loss"])
-    model, task = finished_run.network(finished_run.load(Path(result["folder"])))
+    model, task = finished_run.network(finished_run.read(Path(result["folder"])))
     if not dense_end:
         nmrun.sparse_activations(model, "1:8")
     loss = task.evaluate(model, "val")["loss"]
@@ -129,9 +128,6 @@ def test_again_is_the_same_run_with_the_same_bits(dense, capsys):
     assert first["config"]["recipe"] == {"name": "sparsegpt", "samples": 4, "damping": 0.1}
     again, printed = prune(*words, capsys=capsys)
     assert "finished already" in printed
-    lines = [line for line in printed.splitlines() if "output error" in line]
-    assert len(lines) == 8
-    assert len({line.index("output error") for line in lines}) == 1, "aligned"
     assert again == first
     forced, _ = prune(*words, "force=true", capsys=capsys)
     assert forced["folder"] == first["folder"]

@@ -23,7 +23,7 @@ from fairseq.optim.adam import FairseqAdam, FairseqAdamConfig
 from fairseq.trainer import Trainer
 
 from nmrun import optim
-from nmrun.errors import ConfigError, RunError, refuse
+from nmrun.errors import ConfigError, RunError, refuse, refused
 from nmrun.integrations.training import Training, warn_if_late
 from nmrun.step.handle import Handle
 
@@ -63,33 +63,25 @@ class NMAdam(FairseqAdam):
 def keywords(text: str) -> dict[str, Any]:
     """Read keyword arguments with literal values, as between the parentheses of a call. Raises
     ConfigError for anything else."""
-    try:
-        call = ast.parse(f"_({text})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or None in [k.arg for k in call.keywords]:
-            raise ValueError
+    takes = "it takes arguments as of a call, such as \"decay=0.1, exclude='decoder.*'\""
+    with refused(f"--nm-options {text!r}: {takes}: ", SyntaxError, ValueError):
+        call: Any = ast.parse(f"dict({text})", mode="eval").body
+        if call.args:
+            raise ValueError("an argument without a name")
         return {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-    except (SyntaxError, ValueError):
-        raise ConfigError(
-            f'--nm-options {text!r}: it takes arguments as of a call, such as "decay=0.1, '
-            "exclude='decoder.*'\""
-        ) from None
 
 
 def check(cfg: Any) -> None:
     """Refuse what moves or averages other tensors than the weights. Raises ConfigError with what to
     use instead."""
     common = cfg.common
-    if (common.fp16 and not common.memory_efficient_fp16) or (
+    flat = (common.fp16 and not common.memory_efficient_fp16) or (
         common.bf16 and not common.memory_efficient_bf16
-    ):
+    )
+    if flat or cfg.ema.store_ema:
         raise ConfigError(
-            "--fp16 and --bf16 step flat copies of the weights, which have no groups of M inputs: "
-            "use --amp"
-        )
-    if cfg.ema.store_ema:
-        raise ConfigError(
-            "--store-ema averages what the network computes with, and an average of N:M weights is "
-            "not N:M: leave it out"
+            "--fp16, --bf16 and --store-ema step or average other tensors than the weights, which "
+            "are not N:M: use --amp, without an average"
         )
 
 
@@ -98,8 +90,8 @@ def begin(trainer: Trainer) -> Handle:
     options or optimizer cannot serve, TypeError for an unknown hyperparameter."""
     config, arguments = trainer.cfg.optimization, keywords(trainer.cfg.optimization.nm_options)
     total = arguments.pop("total_steps", None)
-    training = Training(config.nm_recipe, config.nm_pattern, total, arguments)
-    return training.begin(trainer._model, trainer._optimizer.optimizer, updates(trainer))
+    training = Training(config.nm_recipe, config.nm_pattern, total, **arguments)
+    return training._begin(trainer._model, trainer._optimizer.optimizer, updates(trainer))
 
 
 def updates(trainer: Trainer) -> int | None:
@@ -142,12 +134,9 @@ def compare_anew(trainer: Trainer, handle: Handle) -> None:
 
 
 # fairseq-train, which may itself be the main program
-main_program: Any = sys.modules["__main__"]
-command: Any = (
-    main_program
-    if hasattr(main_program, "should_stop_early")
-    else importlib.import_module("fairseq_cli.train")
-)
+command: Any = sys.modules["__main__"]
+if not hasattr(command, "should_stop_early"):
+    command = importlib.import_module("fairseq_cli.train")
 stock_build, stock_main = Trainer._build_optimizer, command.main
 stock_validate = command.validate
 begun: list[Handle] = []  # of the training of this process

@@ -1,1 +1,0 @@
-"""What is done with a trained network: the verb ``prune``."""
