@@ -22,7 +22,7 @@ from nmrun.errors import ConfigError, first_line
 from nmrun.fast import measurement
 from nmrun.fast.cpu import onednn
 from nmrun.fast.cpu import probe as on_cpu
-from nmrun.fast.cpu.kernels import bf16, bitmaps, blocks, int8, products
+from nmrun.fast.cpu.kernels import bf16, blocks, int8, products
 from nmrun.fast.cpu.onednn import Bf16OneDNNLinear, DenseInt8Linear, OneDNNLinear
 from nmrun.fast.cpu.packed_convolution import (
     Bf16Convolution,
@@ -229,7 +229,7 @@ def _in_bf16(site: Site) -> dict[str, Path]:
     ways: dict[str, Path] = {BF16: Bf16Linear.of}
     if _has_blocks(site):
         ways[BF16_BLOCKS] = BlockLinear.of
-    if min(tokens for tokens, _ in site.shapes) <= blocks.PANEL and not bitmaps.obstacle():
+    if min(tokens for tokens, _ in site.shapes) <= blocks.PANEL and not blocks.bitmaps_obstacle():
         ways[BF16_BITMAP] = BitmapLinear.of
     return ways
 

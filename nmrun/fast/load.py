@@ -12,8 +12,14 @@ from torch import Tensor, nn
 
 from nmrun.errors import refused
 from nmrun.fast import packed
-from nmrun.fast.cpu import onednn, packed_convolution
-from nmrun.fast.cpu.kernels import bf16, blocks, int8, products, tiles
+from nmrun.fast.cpu import onednn
+from nmrun.fast.cpu.convolution import by_taps
+from nmrun.fast.cpu.kernels import bf16, blocks, int8, products
+from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
+from nmrun.fast.cpu.kernels.blocks import BlockMatrix
+from nmrun.fast.cpu.kernels.int8 import Int8Matrix
+from nmrun.fast.cpu.kernels.products import PackedMatrix
+from nmrun.fast.cpu.kernels.tiles import TiledMatrix
 from nmrun.fast.cpu.onednn import DenseInt8Linear
 from nmrun.fast.cpu.packed_convolution import PackedConvolution
 from nmrun.fast.cpu.packed_linear import Bf16Linear, BlockLinear, Int8Linear, PackedLinear
@@ -111,7 +117,7 @@ def _layers(
             if not isinstance(site, ConvolutionSite):
                 builders[site.name] = _linear(site, line, tensors)
             elif (weight := _convolution(site, line, tensors)).dtype == torch.float32:
-                matrix = packed_convolution.packed(weight)
+                matrix = PackedMatrix.packed(by_taps(weight), site.window.positions)
                 builders[site.name] = partial(PackedConvolution, matrix, site.window)
     return builders
 
@@ -147,7 +153,8 @@ def _linear(
             weight = torch.zeros(rows, columns, dtype=torch.int8)
             weight[row, column] = value
             return partial(DenseInt8Linear, weight, row_scales.clone())
-        return partial(Int8Linear, int8.pack(row, column, value, row_scales, rows, columns))
+        matrix = Int8Matrix.from_nonzeros(row, column, value, rows, columns, row_scales)
+        return partial(Int8Linear, matrix)
     value = value if site.weight.is_meta else value.to(site.weight.dtype)
     if value.dtype not in products.DTYPES:
         raise ValueError(f"{line.name} is {value.dtype}: packed layers are float32 or bfloat16")
@@ -157,6 +164,6 @@ def _linear(
         # AMX is the faster for any number of tokens, without it few tokens are slower in blocks
         height = None if blocks.tiles_obstacle() else blocks.height_of(weight != 0)
         if height is not None:
-            return partial(BlockLinear, blocks.packed(weight, height))
-        return partial(Bf16Linear, bf16.packed(weight))
-    return partial(PackedLinear, tiles.pack(row, column, value, rows, columns))
+            return partial(BlockLinear, BlockMatrix.packed(weight, height=height))
+        return partial(Bf16Linear, Bf16Matrix.packed(weight))
+    return partial(PackedLinear, TiledMatrix.from_nonzeros(row, column, value, rows, columns))

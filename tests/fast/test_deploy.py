@@ -118,14 +118,13 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
         reloaded.load_state_dict(wrong)
     assert share(gradient(model, x), gradient(dense, x)) < 1e-5
     torch.library.opcheck(torch.ops.nmrun.packed_linear.default, _operands(reloaded[0]))
-    with pytest.raises(RuntimeError, match="packed layers take float32 and bfloat16"):
+    with pytest.raises(RuntimeError, match="this layer takes float32 and bfloat16"):
         model.half()(x.half())
 
 
 def _operands(layer: PackedLinear) -> tuple[Any, ...]:
     x = torch.randn(3, layer.in_features, requires_grad=True)
-    shape = [layer.out_features, layer.in_features]
-    return (x, layer.parts(), layer.bias, shape, "PackedLinear")
+    return (x, layer.parts(), layer.bias, layer.shape, "TiledMatrix")
 
 
 @needs_compiler

@@ -83,8 +83,8 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
         normal_bf16(3, 80).requires_grad_(),
         layer.parts(),
         layer.bias,
-        [50, 80],
-        "Bf16Linear",
+        layer.shape,
+        "Bf16Matrix",
     )
     torch.library.opcheck(torch.ops.nmrun.packed_linear.default, operands)
 
@@ -118,8 +118,13 @@ def test_rows_that_share_their_columns_are_packed_in_blocks(deploy_times: dict[s
         reloaded.load_state_dict(wrong)
     assert all(torch.equal(model[i].dense(), dense[i].weight) for i in (0, 2))
     assert share(gradient(model, x), gradient(dense, x)) < 0.1
-    operands = (normal_bf16(3, 80).requires_grad_(), model[0].parts(), model[0].bias, [64, 80])
-    torch.library.opcheck(torch.ops.nmrun.packed_linear.default, (*operands, "BlockLinear"))
+    operands = (
+        normal_bf16(3, 80).requires_grad_(),
+        model[0].parts(),
+        model[0].bias,
+        model[0].shape,
+    )
+    torch.library.opcheck(torch.ops.nmrun.packed_linear.default, (*operands, "BlockMatrix"))
     choices = nmrun.deploy(mlp(), x)  # rows that share nothing are no candidates
     assert not any("blocks" in c.reason for c in choices)
 
@@ -231,7 +236,7 @@ def test_onednn_in_a_state_dict_a_pickle_a_copy_compiled_and_its_gradient() -> N
     layer, a, upstream = model[0], normal_bf16(7, 80).requires_grad_(), normal_bf16(7, 50)
     layer(a).backward(upstream)
     torch.testing.assert_close(a.grad, upstream @ layer.weight)
-    operands = normal_bf16(3, 80).requires_grad_(), layer.weight, layer.bias, layer.number
+    operands = normal_bf16(3, 80).requires_grad_(), [layer.weight], layer.bias, layer.number
     torch.library.opcheck(torch.ops.nmrun.onednn_linear.default, operands)
 
 
@@ -239,4 +244,4 @@ def test_onednn_in_a_state_dict_a_pickle_a_copy_compiled_and_its_gradient() -> N
 def test_without_a_compiler_there_is_one_line() -> None:
     assert bf16.KERNELS.obstacle().startswith("no C compiler works here")
     with pytest.raises(RuntimeError, match=r"^products of bfloat16: no C compiler works here"):
-        bf16.packed(torch.ones(4, 4))
+        bf16.Bf16Matrix.packed(torch.ones(4, 4))

@@ -69,9 +69,8 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
     assert "0.start" not in model.state_dict()
     layer = stays_itself(model, other, x)[0]
     assert share(gradient(model, x), gradient(dense, x)) < 0.02
-    parts = [layer.values, layer.index, layer.counts, layer.start]
-    operands = (x.clone().requires_grad_(), parts, layer.bias,
-                [20, 8], [3, 3], [1, 1], [1, 1], [1, 1])  # fmt: skip
+    how = layer.shape, "Bf16Matrix", layer.window.numbers
+    operands = (x.clone().requires_grad_(), layer.parts(), layer.bias, *how)
     torch.library.opcheck(torch.ops.nmrun.packed_convolution.default, operands)
 
 

@@ -115,8 +115,8 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
         torch.randn(3, 80, requires_grad=True),
         layer.parts(),
         layer.bias,
-        [50, 80],
-        "Int8Linear",
+        layer.shape,
+        "Int8Matrix",
     )
     torch.library.opcheck(torch.ops.nmrun.packed_linear.default, operands)
 
@@ -268,7 +268,7 @@ def test_dense_int8_in_a_state_dict_a_pickle_a_copy_compiled_and_its_gradient() 
     a = torch.randn(7, 80, requires_grad=True)
     layer(a).backward(upstream)
     torch.testing.assert_close(a.grad, upstream @ layer.dense())
-    operands = (torch.randn(3, 80, requires_grad=True), layer.values, layer.scales, layer.number)
+    operands = (torch.randn(3, 80, requires_grad=True), [layer.values, layer.scales], layer.number)
     torch.library.opcheck(torch.ops.nmrun.dense_int8.default, operands)
 
 

@@ -16,8 +16,8 @@ from test_deploy import by_name
 from torch import Tensor, nn
 
 import nmrun
-from nmrun.fast.cpu import packed_convolution
 from nmrun.fast.cpu.kernels import products
+from nmrun.fast.cpu.kernels.convolution import Window
 from nmrun.fast.cpu.packed_convolution import PackedConvolution
 from nmrun.kernels import compiler
 
@@ -96,8 +96,8 @@ def test_state_dict_pickle_copy_compile_and_gradient() -> None:
     assert {"0.values", "0.index", "0.start", "0.bias", "3.start"} <= set(model.state_dict())
     layer = stays_itself(model, other, x)[0]
     assert share(gradient(model, x), gradient(dense, x)) < 1e-5
-    operands = (x.clone().requires_grad_(), [layer.values, layer.index, layer.start], layer.bias,
-                [20, 8], [3, 3], [1, 1], [1, 1], [1, 1])  # fmt: skip
+    how = layer.shape, "PackedMatrix", layer.window.numbers
+    operands = (x.clone().requires_grad_(), layer.parts(), layer.bias, *how)
     torch.library.opcheck(torch.ops.nmrun.packed_convolution.default, operands)
 
 
@@ -131,13 +131,11 @@ def test_what_is_wrong_is_said_in_one_line() -> None:
             model.load_state_dict(state | change)
     for x, message in (
         (torch.randn(2, 9, 6, 7), r"x is \[2, 9, 6, 7\] where the layer has 8 channels"),
-        (torch.randn(2, 8, 6, 7).double(), "x of torch.float64: packed convolutions take float32"),
+        (torch.randn(2, 8, 6, 7).double(), "x of torch.float64: this layer takes float32"),
     ):
         with pytest.raises(RuntimeError, match=message):
             model[0](x)
-    small = PackedConvolution(
-        packed_convolution.packed(torch.ones(2, 4, 5, 5)), packed_convolution.Window((5, 5))
-    )
+    small = PackedConvolution.of(torch.ones(2, 4, 5, 5), Window((5, 5)))
     with pytest.raises(RuntimeError, match=r"smaller than the kernel of \(5, 5\)"):
         small(torch.randn(1, 4, 4, 9))
 

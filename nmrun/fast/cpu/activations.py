@@ -93,7 +93,7 @@ def reads(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``z W^T + bias`` (tokens, outputs), with z (tokens, features), mostly 0; its gradient where z
     is 0 is 0."""
     (rows,) = packed(z)
-    y = products.multiply(weight.t(), rows, turned=True)
+    y = rows.multiply(weight.t(), turned=True)
     return y if bias is None else y.add_(bias)
 
 
@@ -101,8 +101,8 @@ def reads(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def reads_back(z: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """dZ (tokens, features) and dW (outputs, features)."""
     rows, turned = packed(z, turned=True)
-    dz = products.sampled(weight, dy.t(), rows)
-    return dz, products.multiply(dy, turned, turned=True).t().contiguous()
+    dz = rows.sampled(weight, dy.t())
+    return dz, turned.multiply(dy, turned=True).t().contiguous()
 
 
 @operator("feeds_cpu", lambda x, weight, bias, by_onednn: x.new_empty(len(x), len(weight)))
@@ -117,8 +117,8 @@ def feeds(x: Tensor, weight: Tensor, bias: Tensor | None, by_onednn: bool) -> Te
 def feeds_back(db: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """dX (tokens, inputs) and dV (features, inputs)."""
     rows, turned = packed(db, turned=True)
-    dx = products.multiply(weight, rows, turned=True)
-    return dx, products.multiply(x, turned, turned=True)
+    dx = rows.multiply(weight, turned=True)
+    return dx, turned.multiply(x, turned=True)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

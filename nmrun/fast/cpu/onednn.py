@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.cpu.packed_linear import check_operands
 from nmrun.fast.measurement import FASTER, ONEDNN, Times
-from nmrun.fast.operators import keep_dtypes, operator, over_tokens
+from nmrun.fast.operators import inference, keep_dtypes, operator, over_tokens
 from nmrun.kernels.layout import has_memory, is_transformed
 from nmrun.products.simulation import compute_dtype
 from nmrun.sparsity.layers import is_plain_linear, of_one_input
@@ -204,7 +204,7 @@ class OneDNNLinear(OneDNNCopy, nn.Linear):
         if input.numel() and dtype == torch.float32:
             return linear(input, self.weight, self.bias)
         if input.numel() and dtype == torch.bfloat16 and COPIES[self.number] is not None:
-            operands = self.weight, self.bias, self.number
+            operands = [self.weight], self.bias, self.number
             return over_tokens(input, onednn_linear, _product_of_copy, *operands)
         return super().forward(input)
 
@@ -229,7 +229,8 @@ def _state(weight: Tensor) -> tuple[int | None, int]:
     return None if weight.is_inference() else weight._version, weight.data_ptr()
 
 
-def _product_of_copy(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
+def _product_of_copy(x: Tensor, parts: list[Tensor], bias: Tensor | None, number: int) -> Tensor:
+    (weight,) = parts
     check_operands(x, weight, weight.shape[1])
     copy, copied = COPIES[number]
     if copied != _state(weight):  # written in place since
@@ -239,15 +240,11 @@ def _product_of_copy(x: Tensor, weight: Tensor, bias: Tensor | None, number: int
     return result
 
 
-@operator("onednn_linear", lambda x, weight, bias, number: x.new_empty(x.shape[0], weight.shape[0]))
-def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
-    return _product_of_copy(x.detach(), weight, bias, number)
-
-
-onednn_linear.register_autograd(
-    lambda ctx, dz: (dz @ ctx.saved_tensors[0], None, None, None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
-)
+onednn_linear = inference(
+    "onednn_linear",
+    lambda x, parts, bias, number: x.new_empty(x.shape[0], parts[0].shape[0]),
+    lambda dz, size, parts, *others: dz @ parts[0],
+)(_product_of_copy)
 
 
 class DenseInt8Linear(OneDNNCopy):
@@ -308,7 +305,9 @@ class DenseInt8Linear(OneDNNCopy):
         Raises:
             RuntimeError: for NaN and infinity in the input.
         """
-        return over_tokens(input, dense_int8, _int8_product, self.values, self.scales, self.number)
+        return over_tokens(
+            input, dense_int8, _int8_product, [self.values, self.scales], self.number
+        )
 
     def dense(self) -> Tensor:
         """The weight as it was rounded, float32."""
@@ -318,7 +317,8 @@ class DenseInt8Linear(OneDNNCopy):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def _int8_product(x: Tensor, weight: Tensor, scales: Tensor, number: int) -> Tensor:
+def _int8_product(x: Tensor, parts: list[Tensor], number: int) -> Tensor:
+    weight, _ = parts
     check_operands(x, weight, weight.shape[1])
     if not x.numel():
         return x.new_empty(len(x), len(weight))
@@ -338,18 +338,8 @@ def _int8_product(x: Tensor, weight: Tensor, scales: Tensor, number: int) -> Ten
     return result.to(x.dtype)
 
 
-@operator("dense_int8", lambda x, weight, scales, number: x.new_empty(x.shape[0], weight.shape[0]))
-def dense_int8(x: Tensor, weight: Tensor, scales: Tensor, number: int) -> Tensor:
-    return _int8_product(x.detach(), weight, scales, number)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:3])
-
-
-def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
-    weight, scales = ctx.saved_tensors
-    return dz @ (weight * scales[:, None]).to(dz.dtype), None, None, None
-
-
-dense_int8.register_autograd(_backward, setup_context=_save)
+dense_int8 = inference(
+    "dense_int8",
+    lambda x, parts, number: x.new_empty(x.shape[0], parts[0].shape[0]),
+    lambda dz, size, parts, number: dz @ (parts[0] * parts[1][:, None]).to(dz.dtype),
+)(_int8_product)

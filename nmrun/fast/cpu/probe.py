@@ -24,8 +24,13 @@ from nmrun.fast.cpu import convolution, linear, onednn
 from nmrun.fast.cpu.convolution import Bf16ConvolutionProducts, ConvolutionProducts
 from nmrun.fast.cpu.kernels import bf16, blocks, products
 from nmrun.fast.cpu.kernels.convolution import Window
-from nmrun.fast.cpu.linear import Bf16Forward, Bf16Products, BlockProducts, LinearProducts
-from nmrun.fast.cpu.weight import PRODUCTS
+from nmrun.fast.cpu.linear import (
+    PRODUCTS,
+    Bf16Forward,
+    Bf16Products,
+    BlockProducts,
+    LinearProducts,
+)
 from nmrun.fast.measurement import (
     BF16,
     BF16_BLOCKS,
@@ -193,14 +198,14 @@ def _of_convolution(shape: ConvolutionShape) -> dict[str, Times]:
     kind = CONVOLUTION[shape.packed]
     packed = kind((shape.rows, shape.columns), window)
     packed.write(weight, None)
-    moves, backward = (window.stride, window.padding, window.dilation), packed.parts("backward")
+    moves, backward = window.moves, packed.parts("backward")
     x, dz, low = (t.to(shape.dtype) for t in (x, dz, weight))
 
     def z() -> Tensor:
         return packed(x, weight, None)
 
     def dx() -> Tensor:
-        return convolution.convolution_back(dz, weight, backward, shape.size, *moves)
+        return convolution.convolution_back(dz, weight, backward, shape.size, window.numbers)
 
     def dense_z() -> Tensor:
         return functional.conv2d(x, low, None, *moves)

@@ -47,8 +47,8 @@ def uneven(*shape: int) -> Tensor:
 def packed(weight: Tensor) -> tuple[Bf16Matrix, Bf16Matrix]:
     out, channels, *taps = weight.shape
     backward = Bf16Matrix.empty(channels, out, taps[0] * taps[1])
-    forward = bf16.packed(by_taps(weight), backward.taps)
-    assert bf16.pack(by_taps(weight), backward, turned=True) == int((weight != 0).sum())
+    forward = Bf16Matrix.packed(by_taps(weight), backward.taps)
+    assert backward.pack(by_taps(weight), turned=True) == int((weight != 0).sum())
     return forward, backward
 
 
@@ -150,11 +150,11 @@ def test_operators_are_as_torch_wants_them() -> None:
     parts = [layer.parts(kind) for kind in ("forward", "backward")]
     for values, index, _, start in parts:  # what lies behind the slots is nobody's
         values[int(start[-1]) :], index[int(start[-1]) :] = 0, 0
-    moves = ([1, 1], [1, 1], [1, 1])
+    window = layer.window.numbers
     x, dz = normal_bf16(3, 8, 5, 4).requires_grad_(), normal_bf16(3, 6, 5, 4)
-    operands = (x, weight.clone().requires_grad_(), None, *parts, *moves)
+    operands = (x, weight.clone().requires_grad_(), None, *parts, window)
     torch.library.opcheck(convolution.convolution, operands)
-    torch.library.opcheck(convolution.convolution_back, (dz, weight, parts[1], [5, 4], *moves))
+    torch.library.opcheck(convolution.convolution_back, (dz, weight, parts[1], [5, 4], window))
 
 
 # --- training ---------------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from nmrun import accelerate, optim, sparsify
 from nmrun.fast import measurement
 from nmrun.fast.cpu import linear, probe
 from nmrun.fast.cpu.kernels import bf16
-from nmrun.fast.cpu.linear import Bf16Forward, Bf16Products, BlockProducts, LinearProducts
-from nmrun.fast.cpu.weight import PRODUCTS
+from nmrun.fast.cpu.linear import PRODUCTS, Bf16Forward, Bf16Products, BlockProducts, LinearProducts
 from nmrun.fast.measurement import BF16, BF16_BLOCKS, BF16_FORWARD, Times, as_data, from_data
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold

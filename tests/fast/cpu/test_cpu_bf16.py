@@ -16,10 +16,11 @@ from operands import cases, normal_bf16
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels import bf16
-from nmrun.fast.cpu.kernels.bf16 import BLOCK, TOKENS_A_PASS, Bf16Matrix
+from nmrun.fast.cpu.kernels.bf16 import SEGMENT, SEGMENTS, TOKENS_A_PASS, Bf16Matrix
 from nmrun.kernels import compiler
 
 pytestmark = pytest.mark.usefixtures("every_bf16")
+BLOCK = SEGMENT * SEGMENTS
 PATTERNS = ("2:4", "1:4", "1:8", "1:16", "1:32", "4:16", "3:7", "2:5", "1:1")
 SHAPES = ((1, 1), (5, 17), (16, 64), (33, 300), (40, BLOCK + 3), (20, 3 * BLOCK + 40), (1090, 33))
 CASES = cases(PATTERNS, SHAPES, (33, 300))
@@ -48,14 +49,14 @@ def check(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None)
 @pytest.mark.parametrize(("pattern", "rows", "columns"), CASES)
 def test_every_pattern_shape_and_number_of_tokens(pattern: str, rows: int, columns: int) -> None:
     weight, bias, x = sparse(rows, columns, pattern), normal(rows, seed=1), normal(37, columns)
-    matrix, low = bf16.packed(weight), x.bfloat16()
+    matrix, low = Bf16Matrix.packed(weight), x.bfloat16()
     assert torch.equal(matrix.dense().float(), weight)
-    whole = bf16.multiply(low, matrix, bias)
+    whole = matrix.multiply(low, bias)
     check(whole, x, weight, bias)
-    check(bf16.multiply(low, matrix), x, weight)
+    check(matrix.multiply(low), x, weight)
     for tokens in TOKENS:
-        assert torch.equal(bf16.multiply(low[:tokens], matrix, bias), whole[:tokens])
-    assert bf16.multiply(low[:0], matrix).shape == (0, rows)
+        assert torch.equal(matrix.multiply(low[:tokens], bias), whole[:tokens])
+    assert matrix.multiply(low[:0]).shape == (0, rows)
 
 
 @pytest.mark.parametrize(("pattern", "rows", "columns"), CASES)
@@ -63,9 +64,9 @@ def test_the_transpose(pattern: str, rows: int, columns: int) -> None:
     """Whose rows have any number of non-zeros."""
     weight, d = sparse(rows, columns, pattern), normal(19, rows, seed=2)
     matrix = Bf16Matrix.empty(columns, rows)
-    assert bf16.pack(weight, matrix, turned=True) == int((weight != 0).sum())
+    assert matrix.pack(weight, turned=True) == int((weight != 0).sum())
     assert torch.equal(matrix.dense().float(), weight.t())
-    check(bf16.multiply(d.bfloat16(), matrix), d, weight.t())
+    check(matrix.multiply(d.bfloat16()), d, weight.t())
 
 
 @pytest.mark.parametrize(("pattern", "rows", "columns"), CASES)
@@ -73,7 +74,7 @@ def test_gradients_of_kept_weights(pattern: str, rows: int, columns: int) -> Non
     weight = sparse(rows, columns, pattern)
     for tokens in (1, 2, 7, 300):
         x, y = normal(tokens, columns, seed=3), normal(tokens, rows, seed=4)
-        gradient = bf16.sampled(x.bfloat16(), y.bfloat16(), bf16.packed(weight))
+        gradient = Bf16Matrix.packed(weight).sampled(x.bfloat16(), y.bfloat16())
         expected = (y.double().t() @ x.double()) * (weight != 0)
         size = (y.double().abs().t() @ x.double().abs()) * (weight != 0)
         assert bool(((gradient - expected).abs() <= 1.01 * (tokens + 2) * 2**-24 * size).all())
@@ -82,7 +83,7 @@ def test_gradients_of_kept_weights(pattern: str, rows: int, columns: int) -> Non
 @pytest.mark.parametrize("pattern", ["2:4", "16:2:8", "4:1:16"])
 def test_whole_columns_of_several_rows(pattern: str) -> None:
     weight, x = sparse(64, 520, pattern), normal(21, 520)
-    check(bf16.multiply(x.bfloat16(), bf16.packed(weight)), x, weight)
+    check(Bf16Matrix.packed(weight).multiply(x.bfloat16()), x, weight)
 
 
 def test_a_mixture_of_patterns_in_one_tile() -> None:
@@ -90,27 +91,27 @@ def test_a_mixture_of_patterns_in_one_tile() -> None:
     rows = [sparse(40, 384, pattern)[i * 10 : i * 10 + 10] for i, pattern in enumerate(patterns)]
     weight = torch.cat([*rows, normal(1, 384), torch.zeros(4, 384)])
     x = normal(21, 384)
-    check(bf16.multiply(x.bfloat16(), bf16.packed(weight)), x, weight)
+    check(Bf16Matrix.packed(weight).multiply(x.bfloat16()), x, weight)
 
 
 def test_the_weight_is_rounded_to_nearest_ties_to_even() -> None:
     weight = torch.randn(30, 70, generator=torch.Generator().manual_seed(0))
     weight[0, :4] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), 2**-140])
-    assert torch.equal(bf16.packed(weight).dense(), weight.bfloat16())
+    assert torch.equal(Bf16Matrix.packed(weight).dense(), weight.bfloat16())
 
 
 def test_threads_and_company_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x, y = sparse(200, 600, "1:4"), normal(37, 600).bfloat16(), normal(37, 200).bfloat16()
-    matrix = bf16.packed(weight)
-    whole, gradient = bf16.multiply(x, matrix), bf16.sampled(x, y, matrix)
+    matrix = Bf16Matrix.packed(weight)
+    whole, gradient = matrix.multiply(x), matrix.sampled(x, y)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(compiler, "CHUNK", 1)
-    again = bf16.packed(weight)
+    again = Bf16Matrix.packed(weight)
     assert torch.equal(again.values, matrix.values)
     assert torch.equal(again.index, matrix.index)
     for tokens in (1, 5, 37):
-        assert torch.equal(bf16.multiply(x[:tokens], matrix), whole[:tokens])
-    assert torch.equal(bf16.sampled(x, y, matrix), gradient)
+        assert torch.equal(matrix.multiply(x[:tokens]), whole[:tokens])
+    assert torch.equal(matrix.sampled(x, y), gradient)
 
 
 # --- what the instruction is defined to do ----------------------------------------------------------
@@ -149,7 +150,7 @@ def test_the_definition_of_the_instruction() -> None:
     x[3, 0], x[3, 1], w[3] = 2.0**-62, -(2.0**-63), 2.0**-64  # a difference below
     x[3, 2:] = 0
     for row in range(40):
-        result = bf16.multiply(x[row : row + 1], bf16.packed(w[row : row + 1]))
+        result = Bf16Matrix.packed(w[row : row + 1]).multiply(x[row : row + 1])
         numbers = [
             [Fraction(float(v)) if abs(float(v)) >= 2**-126 else Fraction(0) for v in t[row]]
             for t in (x, w)
@@ -189,7 +190,7 @@ def test_what_is_stored() -> None:
     """By hand: 17 rows are two tiles; a slot has two non-zeros of a row."""
     weight = torch.zeros(17, BLOCK + 8)
     weight[0, :3], weight[1, 20], weight[16, BLOCK + 7] = torch.tensor([1.0, 2.0, 3.0]), -2.0, 4.0
-    matrix = bf16.packed(weight)
+    matrix = Bf16Matrix.packed(weight)
     assert matrix.counts[0, 0].tolist() == [2, *[0] * 15]
     assert matrix.counts[1, 1].tolist() == [1, *[0] * 15]
     assert matrix.start.tolist() == [0, 2, 2, 2, 3]
@@ -202,12 +203,12 @@ def test_what_is_stored() -> None:
 @pytest.mark.parametrize("pattern", ["2:4", "1:8", "1:16"])
 def test_the_bytes_are_three_a_non_zero(pattern: str) -> None:
     n, m = map(int, pattern.split(":"))
-    matrix = bf16.packed(sparse(64, 1024, pattern))
+    matrix = Bf16Matrix.packed(sparse(64, 1024, pattern))
     assert matrix.values.nbytes + matrix.index.nbytes == 64 * 1024 * 3 * n // m
 
 
 def test_tensors_that_hold_no_matrix_are_refused() -> None:
-    matrix = bf16.packed(sparse(40, 200, "2:4"))
+    matrix = Bf16Matrix.packed(sparse(40, 200, "2:4"))
     parts = (matrix.values, matrix.index, matrix.counts)
     outside, behind = matrix.index.clone(), matrix.counts.clone()
     outside[-1, 0] = 32
@@ -220,4 +221,4 @@ def test_tensors_that_hold_no_matrix_are_refused() -> None:
         ((*parts[:2], parts[2][:, :-1]), "are not those of 40 x 200"),
     ):
         with pytest.raises(ValueError, match=message):
-            Bf16Matrix.of(*wrong, 40, 200)
+            Bf16Matrix.of(wrong, 40, 200)

@@ -14,8 +14,8 @@ from perceptrons import pruned
 from torch import Tensor
 
 import nmrun
-from nmrun.fast.cpu.kernels import bitmaps, blocks
-from nmrun.fast.cpu.kernels.bitmaps import BitmapMatrix
+from nmrun.fast.cpu.kernels import blocks
+from nmrun.fast.cpu.kernels.blocks import BitmapMatrix
 from nmrun.fast.cpu.packed_linear import BitmapLinear
 from nmrun.fast.measurement import BF16_BITMAP
 from nmrun.kernels import compiler
@@ -54,22 +54,22 @@ def check(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None)
 def test_patterns_shapes_and_numbers_of_tokens(pattern: str, rows: int, columns: int) -> None:
     weight = sparse(rows, columns, pattern).bfloat16()
     bias, x = normal(rows, seed=1), normal_bf16(40, columns)
-    matrix = bitmaps.packed(weight)
+    matrix = BitmapMatrix.packed(weight)
     assert torch.equal(matrix.dense(), weight)
-    matrix = BitmapMatrix.of(matrix.values, matrix.masks, rows, columns)
-    whole = bitmaps.multiply(x, matrix, bias)
+    matrix = BitmapMatrix.of([matrix.values, matrix.masks], rows, columns)
+    whole = matrix.multiply(x, bias)
     check(whole, x, weight, bias)
-    check(bitmaps.multiply(x, matrix), x, weight)
+    check(matrix.multiply(x), x, weight)
     for tokens in (0, 1, 15, 16, 17, 32, 33):
-        assert torch.equal(bitmaps.multiply(x[:tokens], matrix, bias), whole[:tokens])
-    assert torch.equal(bitmaps.multiply(x.t().contiguous().t(), matrix, bias), whole)
+        assert torch.equal(matrix.multiply(x[:tokens], bias), whole[:tokens])
+    assert torch.equal(matrix.multiply(x.t().contiguous().t(), bias), whole)
 
 
 def test_what_is_stored() -> None:
     """By hand: the lowest bit is the first column, a tile of columns follows the other."""
     weight = torch.zeros(17, 40)
     weight[0, 0], weight[0, 31], weight[0, 33], weight[1, 2], weight[16, 39] = 1, 2, 3, 4, 5
-    matrix = bitmaps.packed(weight)
+    matrix = BitmapMatrix.packed(weight)
     assert matrix.values.tolist() == [1, 2, 4, 3, 5]
     assert matrix.start.tolist() == [0, 4, 5]
     assert matrix.masks[0, 0, :3].tolist() == [1 - 2**31, 4, 0]
@@ -80,24 +80,24 @@ def test_what_is_stored() -> None:
 def test_threads_share_tokens_or_rows(
     threads: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    matrix, x = bitmaps.packed(sparse(130, 64, "2:4")), normal_bf16(tokens, 64)
-    alone = bitmaps.multiply(x, matrix)
+    matrix, x = BitmapMatrix.packed(sparse(130, 64, "2:4")), normal_bf16(tokens, 64)
+    alone = matrix.multiply(x)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(compiler, "CHUNK", 1)
-    assert torch.equal(bitmaps.multiply(x, matrix), alone)
+    assert torch.equal(matrix.multiply(x), alone)
 
 
 def test_what_is_not_finite_stays_with_its_token() -> None:
     weight, x = sparse(40, 70, "2:4").bfloat16(), normal_bf16(33, 70)
-    plain = bitmaps.multiply(x, bitmaps.packed(weight))
+    plain = BitmapMatrix.packed(weight).multiply(x)
     x[3, 5], x[32, 69] = torch.nan, torch.inf
-    z = bitmaps.multiply(x, bitmaps.packed(weight))
+    z = BitmapMatrix.packed(weight).multiply(x)
     assert z[3].isnan().all()
     assert not z[32][weight[:, 69] != 0].isfinite().any()
     others = [t for t in range(33) if t not in (3, 32)]
     assert torch.equal(z[others], plain[others])
     weight[5, 0] = torch.nan
-    z = bitmaps.multiply(x[others], bitmaps.packed(weight))
+    z = BitmapMatrix.packed(weight).multiply(x[others])
     assert z[:, 5].isnan().all()
     assert torch.equal(z[:, :5], plain[others][:, :5])
 
@@ -112,7 +112,7 @@ def test_the_layer_and_its_state() -> None:
 
 
 def test_tensors_that_hold_no_matrix_are_refused() -> None:
-    matrix = bitmaps.packed(sparse(40, 70, "2:4"))
+    matrix = BitmapMatrix.packed(sparse(40, 70, "2:4"))
     values, masks = matrix.values, matrix.masks
     for wrong, size in (
         ((values[:-1], masks), (40, 70)),
@@ -122,13 +122,13 @@ def test_tensors_that_hold_no_matrix_are_refused() -> None:
         ((values, masks), (40, 129)),
     ):
         with pytest.raises(ValueError, match="masks"):
-            BitmapMatrix.of(*wrong, *size)
+            BitmapMatrix.of(wrong, *size)
 
 
 def test_without_amx_they_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "tiles_obstacle", lambda: "the system refuses AMX")
     with pytest.raises(RuntimeError, match="products of bitmaps: the system refuses AMX"):
-        bitmaps.multiply(normal_bf16(1, 32), bitmaps.packed(sparse(16, 32, "2:4")))
+        BitmapMatrix.packed(sparse(16, 32, "2:4")).multiply(normal_bf16(1, 32))
 
 
 @pytest.mark.parametrize(("tokens", "path"), [(32, BF16_BITMAP), (33, "packed")])

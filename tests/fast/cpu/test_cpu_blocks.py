@@ -73,16 +73,16 @@ def test_patterns_shapes_and_numbers_of_tokens(
 ) -> None:
     weight = sparse(rows, columns, pattern).bfloat16()
     bias, x = normal(rows, seed=1), normal_bf16(70, columns)
-    matrix = blocks.packed(weight, height)
+    matrix = BlockMatrix.packed(weight, height=height)
     assert torch.equal(matrix.dense(), weight)
-    again = BlockMatrix.of(matrix.values, matrix.index, rows, columns)
-    whole = blocks.multiply(x, again, bias)
+    again = BlockMatrix.of([matrix.values, matrix.index], rows, columns)
+    whole = again.multiply(x, bias)
     check(whole, x, weight, bias)
-    check(blocks.multiply(x, matrix), x, weight)
+    check(matrix.multiply(x), x, weight)
     for tokens in (1, 2, 31, 32, 33):
-        assert torch.equal(blocks.multiply(x[:tokens], matrix, bias), whole[:tokens])
-    assert torch.equal(blocks.multiply(x.t().contiguous().t(), matrix, bias), whole)
-    assert blocks.multiply(x[:0], matrix).shape == (0, rows)
+        assert torch.equal(matrix.multiply(x[:tokens], bias), whole[:tokens])
+    assert torch.equal(matrix.multiply(x.t().contiguous().t(), bias), whole)
+    assert matrix.multiply(x[:0]).shape == (0, rows)
 
 
 @pytest.mark.parametrize(
@@ -96,19 +96,19 @@ def test_the_transpose_is_scattered(
     forward = BlockMatrix.empty(rows, columns, height)
     backward = BlockTranspose.empty(columns, rows, height)
     for other in (weight + 1, weight):  # what was packed before is gone
-        blocks.pack_both(other, None, forward, backward)
+        forward.pack_both(other, None, backward)
     assert torch.equal(forward.dense(), weight.bfloat16())
-    assert torch.equal(forward.counts, blocks.packed(weight, height).counts)
-    whole = blocks.multiply(dz, backward)
+    assert torch.equal(forward.counts, BlockMatrix.packed(weight, height=height).counts)
+    whole = backward.multiply(dz)
     check(whole, dz, weight.bfloat16().t())
     for tokens in (1, 32, 33):
-        assert torch.equal(blocks.multiply(dz[:tokens], backward), whole[:tokens])
-    assert blocks.multiply(dz[:0], backward).shape == (0, columns)
+        assert torch.equal(backward.multiply(dz[:tokens]), whole[:tokens])
+    assert backward.multiply(dz[:0]).shape == (0, columns)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(compiler, "CHUNK", 1)
-    assert torch.equal(blocks.multiply(dz, backward), whole)
+    assert torch.equal(backward.multiply(dz), whole)
     dz[3, 5] = torch.inf
-    z = blocks.multiply(dz, backward)
+    z = backward.multiply(dz)
     kept = weight.bfloat16()[5] != 0
     assert not z[3, kept].isfinite().any()
     others = [t for t in range(70) if t != 3]
@@ -125,8 +125,8 @@ def test_gradients_in_the_columns_that_are_kept(
 ) -> None:
     weight = sparse(rows, columns, pattern)
     x, y = normal_bf16(tokens, columns, seed=3), normal_bf16(tokens, rows, seed=4)
-    matrix = blocks.packed(weight, height)
-    gradient = blocks.sampled(x, y, matrix)
+    matrix = BlockMatrix.packed(weight, height=height)
+    gradient = matrix.sampled(x, y)
     kept = torch.zeros(rows, columns)
     for top in range(0, rows, height):
         kept[top : top + height] = (weight[top : top + height] != 0).any(0)
@@ -135,7 +135,7 @@ def test_gradients_in_the_columns_that_are_kept(
     assert bool(((gradient - expected).abs() <= 1.01 * (tokens + 2) * 2**-24 * size).all())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(compiler, "CHUNK", 1)
-    assert torch.equal(blocks.sampled(x, y, matrix), gradient)
+    assert torch.equal(matrix.sampled(x, y), gradient)
 
 
 def test_groups_keep_any_number_of_columns() -> None:
@@ -146,10 +146,10 @@ def test_groups_keep_any_number_of_columns() -> None:
     weight = normal(5 * 16, 100) * keep.repeat_interleave(16, 0)
     x, dz, bias = normal_bf16(33, 100), normal_bf16(33, 80, seed=1), normal(80, seed=2)
     forward, backward = BlockMatrix.empty(80, 100, 16), BlockTranspose.empty(100, 80, 16)
-    assert blocks.pack_both(weight, None, forward, backward) == 16 * int(keep.sum())
-    check(blocks.multiply(x, forward, bias), x, weight.bfloat16(), bias)
-    check(blocks.multiply(dz, backward), dz, weight.bfloat16().t())
-    assert torch.equal(blocks.sampled(x, dz, forward) != 0, keep.repeat_interleave(16, 0))
+    assert forward.pack_both(weight, None, backward) == 16 * int(keep.sum())
+    check(forward.multiply(x, bias), x, weight.bfloat16(), bias)
+    check(backward.multiply(dz), dz, weight.bfloat16().t())
+    assert torch.equal(forward.sampled(x, dz) != 0, keep.repeat_interleave(16, 0))
 
 
 def test_subnormal_numbers_and_sums_are_zero(way: str) -> None:
@@ -157,8 +157,8 @@ def test_subnormal_numbers_and_sums_are_zero(way: str) -> None:
         pytest.skip("its fused operations keep them")
     weight, x = sparse(64, 64, "64:4:16").bfloat16(), normal_bf16(20, 64)
     for small in (2.0**-70, 2.0**-130):
-        matrix = blocks.packed(weight * 2.0**-60, 64)
-        assert not blocks.multiply((x.float() * small).bfloat16(), matrix).any()
+        matrix = BlockMatrix.packed(weight * 2.0**-60, height=64)
+        assert not matrix.multiply((x.float() * small).bfloat16()).any()
 
 
 def test_where_the_system_refuses_amx_vectors_multiply(
@@ -174,18 +174,18 @@ def test_where_the_system_refuses_amx_vectors_multiply(
         pytest.skip("this system allows AMX")
     assert blocks.tiles_obstacle() == "the system refuses AMX"
     weight, x = sparse(64, 64, "64:4:16").bfloat16(), normal_bf16(20, 64)
-    check(blocks.multiply(x, blocks.packed(weight, 64)), x, weight)
+    check(BlockMatrix.packed(weight, height=64).multiply(x), x, weight)
 
 
 def test_a_weight_that_is_not_finite_shows() -> None:
     weight, x = sparse(64, 64, "64:4:16"), normal_bf16(5, 64)
     weight[7, 0] = torch.nan  # kept beside the four columns of the block, as the masks do it
     forward, backward = BlockMatrix.empty(64, 64, 64), BlockTranspose.empty(64, 64, 64)
-    blocks.pack_both(weight, None, forward, backward)
-    z = blocks.multiply(x, forward)
+    forward.pack_both(weight, None, backward)
+    z = forward.multiply(x)
     assert z[:, 7].isnan().all()
     assert z[:, :7].isfinite().all()
-    assert blocks.multiply(x, backward)[:, 0].isnan().all()
+    assert backward.multiply(x)[:, 0].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_int8_has_the_bits_of_products_without_blocks(
     ):
         layer(x)
     with pytest.raises(ValueError, match=r"scales"):
-        layer.MATRIX.of(layer.values, layer.index, layer.scales[1:], rows, columns)
+        layer.MATRIX.of([layer.values, layer.index, layer.scales[1:]], rows, columns)
 
 
 @pytest.mark.parametrize("kernels", [blocks.KERNELS, int8.KERNELS], ids=lambda k: k.sources[-1])
@@ -251,31 +251,31 @@ def test_threads_share_tokens_or_groups(
     threads: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, x = sparse(128, 64, "32:4:8"), normal_bf16(tokens, 64)
-    matrix = blocks.packed(weight, 32)
-    alone = blocks.multiply(x, matrix)
+    matrix = BlockMatrix.packed(weight, height=32)
+    alone = matrix.multiply(x)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(compiler, "CHUNK", 1)
-    assert torch.equal(blocks.multiply(x, matrix), alone)
+    assert torch.equal(matrix.multiply(x), alone)
 
 
 def test_what_is_not_finite_stays_with_its_token() -> None:
     weight, x = sparse(64, 64, "64:4:16").bfloat16(), normal_bf16(33, 64)
-    plain = blocks.multiply(x, matrix := blocks.packed(weight, 64))
+    plain = (matrix := BlockMatrix.packed(weight, height=64)).multiply(x)
     column = int(weight[0].nonzero()[0])
     x[3, column], x[32, column] = torch.nan, torch.inf
-    z = blocks.multiply(x, matrix)
+    z = matrix.multiply(x)
     assert z[3].isnan().all()
     assert not z[32].isfinite().any()
     others = [t for t in range(33) if t not in (3, 32)]
     assert torch.equal(z[others], plain[others])
     weight[5, column] = torch.nan
-    z = blocks.multiply(x[others], blocks.packed(weight, 64))
+    z = BlockMatrix.packed(weight, height=64).multiply(x[others])
     assert z[:, 5].isnan().all()
     assert torch.equal(z[:, :5], plain[others][:, :5])
 
 
 def test_tensors_that_hold_no_matrix_are_refused() -> None:
-    matrix = blocks.packed(sparse(64, 64, "64:4:16"), 64)
+    matrix = BlockMatrix.packed(sparse(64, 64, "64:4:16"), height=64)
     values, index = matrix.values, matrix.index
     for wrong in (
         (values[:0], index, 64, 64),
@@ -287,7 +287,7 @@ def test_tensors_that_hold_no_matrix_are_refused() -> None:
         (values, index, 65, 64),
     ):
         with pytest.raises(ValueError, match=r"index|column|tiles"):
-            BlockMatrix.of(*wrong)
+            BlockMatrix.of(wrong[:2], *wrong[2:])
 
 
 @pytest.mark.parametrize(
@@ -299,4 +299,4 @@ def test_the_height_of_groups_is_found(pattern: str, height: int | None) -> None
     assert blocks.height_of(weight != 0) == height
     weight[3, 7] = 1.0  # a weight that is off makes one group wider, and no number wrong
     if height:
-        assert torch.equal(blocks.packed(weight, height).dense(), weight.bfloat16())
+        assert torch.equal(BlockMatrix.packed(weight, height=height).dense(), weight.bfloat16())

@@ -140,12 +140,12 @@ def test_operators_are_as_torch_wants_them() -> None:
              for kind in ("forward", "backward")]  # fmt: skip
     for values, index, start in parts:  # what lies behind the non-zeros is nobody's
         values[int(start[-1]) :], index[int(start[-1]) :] = 0, 0
-    moves = ([1, 1], [1, 1], [1, 1])
+    window = packed.window.numbers
     x = torch.randn(3, 8, 5, 4, requires_grad=True)
-    operands = (x, weight.clone().requires_grad_(), None, *parts, *moves)
+    operands = (x, weight.clone().requires_grad_(), None, *parts, window)
     torch.library.opcheck(convolution.convolution, operands)
     dz = torch.randn(3, 6, 5, 4)
-    torch.library.opcheck(convolution.convolution_back, (dz, weight, parts[1], [5, 4], *moves))
+    torch.library.opcheck(convolution.convolution_back, (dz, weight, parts[1], [5, 4], window))
 
 
 @pytest.mark.parametrize(

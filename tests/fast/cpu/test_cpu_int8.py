@@ -19,9 +19,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 def packed(weight: Tensor) -> Int8Matrix:
-    row, column = weight.nonzero(as_tuple=True)
-    value, scales = int8.quantised(row, weight[row, column], len(weight))
-    return int8.pack(row, column, value, scales, *weight.shape)
+    return Int8Matrix.packed(weight)
 
 
 def exactly(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -43,17 +41,17 @@ def test_every_pattern_shape_and_number_of_tokens(pattern: str, rows: int, colum
     step = weight.abs().amax(1, True) / 127
     assert bool(((matrix.dense() - weight).abs() <= 0.501 * step + TINY).all())
     for tokens in (1, 2, 3, 7, 8, TOKENS_A_PASS - 1, TOKENS_A_PASS, TOKENS_A_PASS + 1, 70):
-        result = int8.multiply(x[:tokens], matrix, bias)
+        result = matrix.multiply(x[:tokens], bias)
         assert torch.equal(result, exactly(x[:tokens], weight, bias))
-    assert torch.equal(int8.multiply(x, matrix), exactly(x, weight))
-    assert int8.multiply(x[:0], matrix).shape == (0, rows)
+    assert torch.equal(matrix.multiply(x), exactly(x, weight))
+    assert matrix.multiply(x[:0]).shape == (0, rows)
 
 
 def test_rounding_is_that_of_eight_bits() -> None:
     """Normal operands: the error of a sum is about that of one rounding of weight and token."""
     weight, x = sparse(256, 768, "1:4"), normal(64, 768, seed=3)
     expected = x.double() @ weight.double().t()
-    share = (int8.multiply(x, packed(weight)) - expected).norm() / expected.norm()
+    share = (packed(weight).multiply(x) - expected).norm() / expected.norm()
     assert 0.003 < float(share) < 0.015
 
 
@@ -63,7 +61,7 @@ def test_extreme_tokens() -> None:
     wide = normal(100)
     wide[7], wide[93] = 3e38, -3e38
     x = torch.stack([*rows, wide, normal(100).abs(), -normal(100).abs()])
-    result = int8.multiply(x, packed(weight))
+    result = packed(weight).multiply(x)
     assert torch.equal(result, exactly(x, weight))
     assert not result[0].any()
 
@@ -77,7 +75,7 @@ def test_what_is_not_finite_is_refused(odd: float, columns: int) -> None:
             x = normal(tokens, columns)
             x[-1, column] = odd
             with pytest.raises(RuntimeError, match=r"^int8 .* have NaN or infinity$"):
-                int8.multiply(x, matrix)
+                matrix.multiply(x)
     weight = torch.tensor([[0.0, odd]])
     with pytest.raises(ValueError, match="the weight has NaN or infinity"):
         packed(weight)
@@ -87,19 +85,19 @@ def test_a_token_has_the_same_bits_in_any_company_and_on_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     matrix, x = packed(sparse(1000, 300, "1:4")), normal(70, 300)
-    together = int8.multiply(x, matrix)
+    together = matrix.multiply(x)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(compiler, "CHUNK", 1)
     for tokens in (1, 3, 17, 70):
-        assert torch.equal(int8.multiply(x[:tokens], matrix), together[:tokens])
+        assert torch.equal(matrix.multiply(x[:tokens]), together[:tokens])
     x[-1, 5] = float("nan")
     with pytest.raises(RuntimeError, match="NaN"):
-        int8.multiply(x, matrix)
+        matrix.multiply(x)
 
 
 def test_whole_columns_of_sixteen_rows() -> None:
     weight, x = sparse(64, 2080, "16:2:8"), normal(21, 2080)
-    assert torch.equal(int8.multiply(x, packed(weight)), exactly(x, weight))
+    assert torch.equal(packed(weight).multiply(x), exactly(x, weight))
 
 
 def test_a_mixture_of_patterns_in_one_tile() -> None:
@@ -107,7 +105,7 @@ def test_a_mixture_of_patterns_in_one_tile() -> None:
     rows = [sparse(40, 384, pattern)[i * 10 : i * 10 + 10] for i, pattern in enumerate(patterns)]
     weight = torch.cat([*rows, normal(1, 384), torch.zeros(4, 384)])
     x = normal(21, 384)
-    assert torch.equal(int8.multiply(x, packed(weight)), exactly(x, weight))
+    assert torch.equal(packed(weight).multiply(x), exactly(x, weight))
 
 
 def test_what_is_stored() -> None:
@@ -143,7 +141,7 @@ def test_tensors_that_hold_no_matrix_are_refused() -> None:
         ((*parts[:3], parts[3][:-1]), "scales"),
     ):
         with pytest.raises(ValueError, match=message):
-            Int8Matrix.of(*wrong, 40, 200)
+            Int8Matrix.of(wrong, 40, 200)
 
 
 def test_rows_that_overflow_32_bits_are_refused() -> None:
@@ -152,4 +150,4 @@ def test_rows_that_overflow_32_bits_are_refused() -> None:
     values = torch.zeros(slots, 64, dtype=torch.int8)
     counts = torch.full((1, columns // 64), 16, dtype=torch.uint8)
     with pytest.raises(ValueError, match="32 bits add up"):
-        Int8Matrix.of(values, values.to(torch.uint8), counts, torch.ones(1), 1, columns)
+        Int8Matrix.of([values, values.to(torch.uint8), counts, torch.ones(1)], 1, columns)

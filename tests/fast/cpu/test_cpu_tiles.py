@@ -7,7 +7,7 @@ import torch
 from operands import cases, normal, sparse
 from torch import Tensor
 
-from nmrun.fast.cpu.kernels import products, tiles
+from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.kernels.tiles import FEW, TILE, TiledMatrix
 from nmrun.kernels import compiler
 
@@ -20,8 +20,7 @@ CASES = cases(PATTERNS, SHAPES, (33, 300))
 
 
 def tiled(weight: Tensor) -> TiledMatrix:
-    row, column = weight.nonzero(as_tuple=True)
-    return tiles.pack(row, column, weight[row, column], *weight.shape)
+    return TiledMatrix.packed(weight)
 
 
 def near(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -40,30 +39,30 @@ def test_every_pattern_shape_and_number_of_tokens(pattern: str, rows: int, colum
     matrix, x = tiled(weight), normal(150, columns, seed=2)
     assert torch.equal(matrix.dense(), weight)
     for tokens in (1, 2, 3, 4, 5, FEW, FEW + 1, 64, 65, 150):
-        near(tiles.multiply(x[:tokens], matrix, bias), x[:tokens], weight, bias)
-    near(tiles.multiply(x, matrix), x, weight, None)
-    assert tiles.multiply(x[:0], matrix).shape == (0, rows)
+        near(matrix.multiply(x[:tokens], bias), x[:tokens], weight, bias)
+    near(matrix.multiply(x), x, weight, None)
+    assert matrix.multiply(x[:0]).shape == (0, rows)
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "1:8", "2:5"])
 def test_a_token_has_the_same_bits_in_any_company(pattern: str) -> None:
     matrix, x = tiled(sparse(70, 260, pattern)), normal(150, 260)
-    together = tiles.multiply(x, matrix)
+    together = matrix.multiply(x)
     threads = torch.get_num_threads()
     try:
         for tokens in (1, 3, 4, FEW, FEW + 1, 70):
             torch.set_num_threads(1 + tokens % 3)
-            assert torch.equal(tiles.multiply(x[:tokens], matrix), together[:tokens])
+            assert torch.equal(matrix.multiply(x[:tokens]), together[:tokens])
     finally:
         torch.set_num_threads(threads)
 
 
 def test_threads_share_the_rows_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, x = tiled(sparse(1000, 1024, "1:4")), normal(1, 1024)
-    alone = tiles.multiply(x, matrix)
+    alone = matrix.multiply(x)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(compiler, "CHUNK", 1)
-    assert torch.equal(tiles.multiply(x, matrix), alone)
+    assert torch.equal(matrix.multiply(x), alone)
 
 
 def test_a_mixture_of_patterns_in_one_tile() -> None:
@@ -74,7 +73,7 @@ def test_a_mixture_of_patterns_in_one_tile() -> None:
     )
     x = normal(66, 384)
     for tokens in (1, 7, 66):
-        near(tiles.multiply(x[:tokens], tiled(weight)), x[:tokens], weight, None)
+        near(tiled(weight).multiply(x[:tokens]), x[:tokens], weight, None)
 
 
 @pytest.mark.parametrize("values", [torch.float32, torch.bfloat16])
@@ -84,7 +83,7 @@ def test_bfloat16_inputs_and_values(values: torch.dtype, inputs: torch.dtype) ->
     matrix, x, bias = tiled(weight), normal(70, 200).to(inputs), normal(50)
     assert matrix.values.dtype == values
     for tokens in (1, 6, 70):
-        result = tiles.multiply(x[:tokens], matrix, bias)
+        result = matrix.multiply(x[:tokens], bias)
         assert result.dtype == inputs
         near(result, x[:tokens], weight, bias)
 
@@ -124,5 +123,5 @@ def test_tensors_that_hold_no_matrix_are_refused() -> None:
         ((*parts[:2], short), "are not those of 40 x 200"),
     ):
         with pytest.raises(ValueError, match=message):
-            TiledMatrix.of(*wrong, 40, 200)
+            TiledMatrix.of(wrong, 40, 200)
     assert matrix.values.shape[1] == TILE
