@@ -32,7 +32,7 @@ INT8 = "int8"  # of packed ones in int8
 INT8_BLOCKS = "int8 blocks"  # of V:N:M ones in int8
 DENSE_INT8 = "dense int8"  # of dense products in int8
 DENSE_BF16 = "dense bf16"  # and in bfloat16 where the weights are float32
-DENSE = ONEDNN, DENSE_INT8, DENSE_BF16  # the paths that multiply all weights
+DENSE_PATHS = ONEDNN, DENSE_INT8, DENSE_BF16  # the paths that multiply all weights
 # of another path's time: what is closer than that differs from trial to trial
 FASTER = 0.97
 NO_MEMORY = "not enough memory is free to try it"
@@ -194,7 +194,7 @@ class Choice:
     @property
     def is_sparse(self) -> bool:
         """Whether the layer is computed with its kept weights alone."""
-        return not self.always_dense and self.path not in (None, *DENSE)
+        return not self.always_dense and self.path not in (None, *DENSE_PATHS)
 
 
 def fault(call: Callable[[], Tensor], expected: Tensor) -> str:

@@ -18,12 +18,11 @@ from torch._subclasses import FakeTensorMode
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.fast import deploy as deploying
-from nmrun.fast.attention import PackedAttention
 from nmrun.fast.cpu import onednn
 from nmrun.fast.cpu.kernels import int8, products
 from nmrun.fast.cpu.packed_linear import PackedLinear
 from nmrun.fast.gpu.linear import SemiStructuredLinear
-from nmrun.fast.sites import Site
+from nmrun.fast.sites import PackedAttention, Site
 from nmrun.patterns import Pattern
 from nmrun.sparsity import nm_mask
 

@@ -189,7 +189,7 @@ def test_what_is_left_dense_has_a_reason(request: pytest.FixtureRequest) -> None
         "reflected.weight": "padding reflect, (1, 1) is not packed",
         "uneven.weight": "padding zeros, same is not packed",
         "dense.weight": "its weight is not N:M",
-        "low.weight": "float16: packed convolutions are float32 or bfloat16",
+        "low.weight": "float16: packed weights on the CPU are float32 or bfloat16",
     }
     request.getfixturevalue("no_compiler")
     choices = nmrun.deploy(prune(net(), "2:4"), x)

@@ -331,18 +331,20 @@ def _packed(
 def side_by_side(*calls: Callable[[], object]) -> list[float]:
     """The milliseconds of each call in the fastest of :data:`ROUNDS` rounds, in which all take turns.
 
-    The fastest is what other work disturbs least. Where other processes take half of each core, the
-    ratio of two such times is up to a fifth off. That of the medians is up to a third off.
+    With one thread it is that thread's CPU time, which other work hardly disturbs; else it is that of the
+    wall. The fastest is disturbed least: where other processes take half of each core, the ratio of two
+    such times is up to a fifth off, that of the medians up to a third.
     """
     durations: list[list[float]] = [[] for _ in calls]
+    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     began = time.perf_counter()
     for count in range(ROUNDS + 1):
         if count > 3 and time.perf_counter() - began > ENOUGH:
             break
         for call, times in zip(calls, durations, strict=True):
-            begin = time.perf_counter()
+            begin = now()
             call()
-            times.append(1e3 * (time.perf_counter() - begin))
+            times.append(1e3 * (now() - begin))
     return [min(times[1:]) for times in durations]  # the first warms up
 
 

@@ -418,5 +418,22 @@ def test_other_work_on_the_machine_does_not_decide(monkeypatch: pytest.MonkeyPat
         now[0] += 0.003
 
     monkeypatch.setattr(probe, "ROUNDS", 9)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(probe.time, "perf_counter", lambda: now[0])
+    assert probe.side_by_side(a, b) == pytest.approx([2.0, 3.0])
+
+
+def test_a_single_thread_is_timed_by_its_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever other processes do meanwhile: A waits 5 ms of the wall each time, B none."""
+    work, wall = [0.0], [0.0]
+
+    def a() -> None:
+        work[0], wall[0] = work[0] + 0.002, wall[0] + 0.007
+
+    def b() -> None:
+        work[0], wall[0] = work[0] + 0.003, wall[0] + 0.003
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: wall[0])
+    monkeypatch.setattr(probe.time, "thread_time", lambda: work[0])
     assert probe.side_by_side(a, b) == pytest.approx([2.0, 3.0])
