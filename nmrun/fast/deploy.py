@@ -361,7 +361,7 @@ def _with_algorithm(
         key = site.weight.shape, site.device, site.dtype, *site.shapes, site.bias is None, name
         if key not in algorithms:
             (common, _), *_ = site.shapes.most_common(1)
-            layer.choose(*site.inputs(common), site.weight, graph)
+            layer.choose(site.inputs(common)[0], site.weight, graph)
         layer.path = algorithms.setdefault(key, layer.path)
     return layer
 

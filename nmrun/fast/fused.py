@@ -1,5 +1,6 @@
-"""What is no product with a weight: attention and GELU by nmrun's kernels on the CPU, where they are
-right and faster.
+"""What is no product with a weight: attention and GELU on the CPU by ``nm_attention.c`` and ``nm_gelu.c``,
+for processors with AVX-512, where they are right and faster. Sums, softmax and GELU are float32. The
+bits of a query's result depend on nothing but the operands.
 
 Under ``torch.compile`` and tracers, where gradients are wanted and for what the kernels do not take, these
 layers compute as torch does.
@@ -7,6 +8,8 @@ layers compute as torch does.
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,13 +19,81 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nmrun.fast import measurement
-from nmrun.fast.cpu.kernels import bf16, fused
+from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.sites import Place, compute, devices
+from nmrun.kernels.compiler import BEGIN, END, SAME_BITS, CFunctions, in_parts
 from nmrun.kernels.layout import has_memory
 from nmrun.sparsity.layers import forward_class, is_touched
 
 FUSED, FUSED_BF16 = "fused", "fused bf16"
 FEW = 4  # queries: for fewer, laying out the keys takes longer than the products
+DTYPES = torch.float32, torch.bfloat16
+LINE = 64  # numbers of a result: threads write lines of their own
+WORTH = 64  # multiplications that cost as much as a weight in another pass, see in_parts
+KERNELS = CFunctions(
+    "attention and GELU",
+    ("nm_scratch", "nm_vectors", "nm_numbers", "nm_attention", "nm_gelu"),
+    (*SAME_BITS, "-Wno-psabi"),
+    bf16.__package__,
+    {"nm_attention": "pnn", "nm_gelu": "pp" + "n" * 4},
+    needs="AVX-512",
+)
+
+
+class _Attention(ctypes.Structure):  # as in nm_attention.c
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "mask", "out")),
+        *((name, ctypes.c_int64) for name in ("heads", "queries", "keys", "width", "values")),
+        *((name, ctypes.c_int64 * 3) for name in ("q_apart", "k_apart", "v_apart", "mask_apart")),
+        *((name, ctypes.c_int64) for name in ("low", "short_words")),
+        ("scale", ctypes.c_double),
+    )
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, low: bool = False
+) -> Tensor:
+    """As :func:`torch.nn.functional.scaled_dot_product_attention`, for inference.
+
+    Args:
+        q, k, v: (batch, heads, tokens, width), all float32 or all bfloat16.
+        mask: numbers that are added to the scores; of a shape that expands to (batch, heads, queries,
+            keys).
+        low: operands of the products are rounded to bfloat16 where the processor multiplies it;
+            those in bfloat16 always are.
+
+    Returns:
+        (batch, heads, queries, width), whose memory is (batch, queries, heads, width).
+    """
+    library = KERNELS.load()
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    batch, heads, queries, width = q.shape
+    keys = k.shape[2]
+    out = q.new_empty(batch, queries, heads, v.shape[3])
+    about = _Attention(q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, out.data_ptr())
+    about.heads, about.queries, about.keys, about.width, about.values = (
+        heads, queries, keys, width, v.shape[3],
+    )  # fmt: skip
+    about.q_apart[:], about.k_apart[:], about.v_apart[:] = (t.stride()[:3] for t in (q, k, v))
+    if mask is not None:
+        mask = mask.float().expand(batch, heads, queries, keys)
+        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+        about.mask, about.mask_apart[:] = mask.data_ptr(), mask.stride()[:3]
+    about.low = q.dtype == torch.bfloat16
+    about.short_words = low or about.low
+    about.scale = 1 / math.sqrt(width)
+    work = 2 * q.numel() * keys // WORTH
+    in_parts(library.nm_attention, (ctypes.addressof(about), BEGIN, END), batch * heads, work)
+    return out.transpose(1, 2)
+
+
+def gelu(x: Tensor, tanh: bool = False) -> Tensor:
+    """As :func:`torch.nn.functional.gelu`, or its approximation by ``tanh``; x is float32 or bfloat16."""
+    x = x.contiguous()
+    out, low, size = torch.empty_like(x), x.dtype == torch.bfloat16, x.numel()
+    operands = (x.data_ptr(), out.data_ptr(), int(tanh), int(low), BEGIN, END)
+    in_parts(KERNELS.load().nm_gelu, operands, size, size, LINE)
+    return out
 
 
 class FusedAttention(nn.Module):
@@ -40,7 +111,7 @@ class FusedAttention(nn.Module):
         """As :class:`~nmrun.fast.sites.MaskedAttention`."""
         if q.dim() != 4 or q.shape[2] < FEW or not _supports(q, k, v, mask=mask):
             return F.scaled_dot_product_attention(q, k, v, mask)
-        return fused.attention(q, k, v, mask, low=self.low)
+        return attention(q, k, v, mask, low=self.low)
 
     def extra_repr(self) -> str:
         return f"low={self.low}"
@@ -61,7 +132,7 @@ class FusedGELU(nn.Module):
         """As :func:`torch.nn.functional.gelu`."""
         if not _supports(input):
             return F.gelu(input, approximate="tanh" if self.tanh else "none")
-        return fused.gelu(input, self.tanh)
+        return gelu(input, self.tanh)
 
     def extra_repr(self) -> str:
         return f"tanh={self.tanh}"
@@ -70,7 +141,7 @@ class FusedGELU(nn.Module):
 def _supports(*tensors: Tensor, mask: Tensor | None = None) -> bool:
     """Whether kernels take them, with a mask of any dtype."""
     dtypes = {t.dtype for t in tensors}
-    if len(dtypes) > 1 or not dtypes <= {*fused.DTYPES} or not all(map(has_memory, tensors)):
+    if len(dtypes) > 1 or not dtypes <= {*DTYPES} or not all(map(has_memory, tensors)):
         return False
     given = tensors if mask is None else (*tensors, mask)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
@@ -93,7 +164,7 @@ Ways = dict[str, Callable[[], nn.Module]]
 
 def exact_ways(place: Place) -> Ways:
     """Layers that compute within rounding what an attention or GELU does."""
-    if fused.KERNELS.obstacle():
+    if KERNELS.obstacle():
         return {}
     tanh = GELUS.get(_kind(place.module))
     return {FUSED: FusedAttention if tanh is None else partial(FusedGELU, tanh(place.module))}
@@ -102,7 +173,7 @@ def exact_ways(place: Place) -> Ways:
 def rough_ways(place: Place) -> Ways:
     """And those in bfloat16, of attention in float32."""
     floats = all(shape[0][1] == torch.float32 for shape in place.shapes)
-    obstacle = fused.KERNELS.obstacle() or bf16.KERNELS.obstacle()
+    obstacle = KERNELS.obstacle() or bf16.KERNELS.obstacle()
     if _kind(place.module) != ATTENTION or not floats or obstacle:
         return {}
     return {FUSED_BF16: partial(FusedAttention, low=True)}

@@ -134,8 +134,9 @@ class Site(Place):
         return self.product(inputs[0].float(), self.weight.float(), bias)
 
     def ways(self, *inputs: Tensor) -> dict[str, Callable[[], Tensor]]:
-        dense = partial(self.product, *inputs, self.weight, self.bias)
-        return {"dense": dense} | {n: partial(c, *inputs) for n, c in self.candidates.items()}
+        (x,) = inputs
+        dense = partial(self.product, x, self.weight, self.bias)
+        return {"dense": dense} | {n: partial(c, x) for n, c in self.candidates.items()}
 
     def note(self, x: Any) -> None:
         """Note an input."""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import nmrun
+from nmrun.fast import fused as kernels
 from nmrun.fast.cpu import probe
 from nmrun.fast.cpu.kernels import bf16
-from nmrun.fast.cpu.kernels import fused as kernels
 from nmrun.fast.fused import FusedAttention, FusedGELU
 from nmrun.sparsity import nm_mask
 

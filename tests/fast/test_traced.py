@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from nmrun.fast import fused
 from nmrun.fast.cpu import onednn
-from nmrun.fast.cpu.kernels import bf16, fused, int8, products
+from nmrun.fast.cpu.kernels import bf16, int8, products
 from nmrun.fast.cpu.kernels.convolution import Window
 from nmrun.fast.cpu.onednn import DenseInt8Linear
 from nmrun.fast.cpu.packed_convolution import Bf16Convolution, PackedConvolution

@@ -167,32 +167,31 @@ class ActivationShape:
 
 def measure(shape: ActivationShape) -> dict[str, Times]:
     """The times of the layer by every path: the forward product, and both gradients as one."""
-    generator = torch.Generator().manual_seed(1)
-    sizes = ((shape.rows, shape.columns), (shape.tokens, shape.columns), (shape.tokens, shape.rows))
-    weight, x, d = (torch.randn(*size, generator=generator) for size in sizes)
+    sizes = (shape.rows, shape.columns), (shape.tokens, shape.columns), (shape.tokens, shape.rows)
+    weight, x, d = probe.normal(*sizes)
     reading = shape.role == READS
     sparse = x if reading else d
     sparse.copy_(keep_largest(sparse.relu().square_(), shape.pattern))
     zeros = (x != 0) if reading else torch.ones_like(x)  # what masks the input's gradient
 
-    def dense(product: Callable[[Tensor, Tensor], Tensor]) -> list[Callable[[], list[Tensor]]]:
-        return [
-            lambda: [product(x, weight)],
-            lambda: [product(d, weight.t()), product(d.t(), x.t())],
-        ]
+    def dense(product: Callable[[Tensor, Tensor], Tensor]) -> tuple[probe.Call, ...]:
+        return (
+            lambda: product(x, weight),
+            lambda: (product(d, weight.t()), product(d.t(), x.t())),
+        )
 
-    calls = {"dense": dense(functional.linear)}
+    calls: probe.Calls = {"dense": dense(functional.linear)}
     if ONEDNN in shape.paths:
         calls[ONEDNN] = dense(onednn.product)
     if reading:
-        calls[NAME] = [lambda: [reads(x, weight, None)], lambda: [*reads_back(x, weight, d)]]
+        calls[NAME] = lambda: reads(x, weight, None), lambda: reads_back(x, weight, d)
     else:
         fastest_forward = calls[ONEDNN if ONEDNN in calls else "dense"][0]
-        calls[NAME] = [fastest_forward, lambda: [*feeds_back(d, x, weight)]]
-    (forward,), (dx, dw) = calls["dense"][0](), calls["dense"][1]()
+        calls[NAME] = fastest_forward, lambda: feeds_back(d, x, weight)
+    forward, (dx, dw) = calls["dense"][0](), calls["dense"][1]()
     made, gradients = calls[NAME]
-    parts = lambda: made()[0], lambda: gradients()[0], lambda: gradients()[1]
-    return probe.timed(calls, {NAME: probe.first_fault(parts, (forward, dx * zeros, dw))})
+    checks = (made, forward), (lambda: gradients()[0], dx * zeros), (lambda: gradients()[1], dw)
+    return probe.tried(calls, {NAME: checks})
 
 
 def pack_activations(

@@ -87,7 +87,8 @@ def _images(x: Tensor, height: int, width: int, channels: int) -> Tensor:
 
 def empty_output(x: Tensor, channels: int, window: Sequence[int]) -> Tensor:
     """An empty output for images x, channels last."""
-    return _images(x, *numbered(window).out(x.shape[2], x.shape[3]), channels)
+    height, width = numbered(window).out(x.shape[2], x.shape[3])
+    return _images(x, height, width, channels)
 
 
 @operator(
@@ -105,7 +106,7 @@ def convolution(
 
 @operator(
     "convolution_back_cpu",
-    lambda dz, weight, parts, size, window: _images(dz, *size, weight.shape[1]),
+    lambda dz, weight, parts, size, window: _images(dz, size[0], size[1], weight.shape[1]),
 )
 def convolution_back(
     dz: Tensor, weight: Tensor, parts: list[Tensor], size: Sequence[int], window: Sequence[int]

@@ -27,6 +27,7 @@ from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.blocks import BlockMatrix, BlockTranspose
 from nmrun.fast.cpu.kernels.matrix import Matrix
 from nmrun.fast.cpu.kernels.products import PackedMatrix
+from nmrun.fast.cpu.kernels.tiles import TILE
 from nmrun.fast.measurement import ONEDNN
 from nmrun.fast.operators import operator, training
 from nmrun.patterns import COLUMNS, Pattern
@@ -174,7 +175,7 @@ class BlockProducts(LinearProducts):
 
     @property
     def height(self) -> int:
-        return blocks.height_in(self.pattern) or blocks.TILE
+        return blocks.height_in(self.pattern) or TILE
 
     @property
     def kept(self) -> int:

@@ -60,13 +60,9 @@ def dtypes() -> set[torch.dtype]:
 
 def best_gradient(times: Mapping[str, Times]) -> str:
     """By which path a dense weight gradient is the faster."""
-    candidate, torchs = times.get(ONEDNN), times["dense"].weight_gradient
-    faster = (
-        candidate is not None
-        and not candidate.wrong
-        and candidate.weight_gradient < FASTER * torchs
-    )
-    return ONEDNN if faster else "dense"
+    candidate, torchs = times.get(ONEDNN, Times(wrong="not tried")), times["dense"]
+    faster = candidate.weight_gradient < FASTER * torchs.weight_gradient
+    return ONEDNN if faster and not candidate.wrong else "dense"
 
 
 def weight_of(module: Any) -> Tensor | None:

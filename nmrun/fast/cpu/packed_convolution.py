@@ -10,7 +10,7 @@ see :class:`nmrun.fast.cpu.kernels.products.PackedMatrix`. In bfloat16 it has ``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class PackedConvolution(PackedLayer):
         bias: (out_channels,), or None.
     """
 
-    MATRIX = PackedMatrix
+    MATRIX: ClassVar[type[Matrix]] = PackedMatrix
 
     def __init__(self, matrix: Matrix, window: Window, bias: Tensor | None = None) -> None:
         super().__init__(matrix, bias)
@@ -48,7 +48,7 @@ class PackedConvolution(PackedLayer):
         self.window = window
 
     @classmethod
-    def of(cls, weight: Tensor, window: Window, bias: Tensor | None = None) -> PackedConvolution:
+    def of(cls, weight: Tensor, window: Window, bias: Tensor | None = None) -> Self:
         """The layer of a weight (out_channels, in_channels, rows, columns) with zeros."""
         return cls(cls.MATRIX.packed(by_taps(weight), window.positions), window, bias)
 
@@ -94,7 +94,7 @@ class BlockConvolution(nn.Module):
         self.linear, self.stride = linear, stride
 
     @classmethod
-    def of(cls, weight: Tensor, window: Window, bias: Tensor | None = None) -> BlockConvolution:
+    def of(cls, weight: Tensor, window: Window, bias: Tensor | None = None) -> Self:
         """The layer of a weight (out_channels, in_channels, 1, 1) with zeros, rounded to bfloat16.
 
         Raises:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -115,14 +115,14 @@ class PackedLinear(PackedLayer):
         bias: (out_features,), or None.
     """
 
-    MATRIX = TiledMatrix
+    MATRIX: ClassVar[type[Matrix]] = TiledMatrix
 
     def __init__(self, matrix: Matrix, bias: Tensor | None = None) -> None:
         super().__init__(matrix, bias)
         self.in_features, self.out_features = matrix.columns, matrix.rows
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Self:
         """The layer of a weight (out_features, in_features) with zeros, rounded where the layer's numbers
         are coarser.
 

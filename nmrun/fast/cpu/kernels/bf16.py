@@ -115,7 +115,7 @@ class Bf16Matrix(SlotMatrix):
         tokens = len(x)
         out = x.new_empty(tokens, self.rows)
         bias = None if bias is None else bias.float().contiguous()
-        operands = [*map(address, (x, out, bias))]
+        operands: list[Any] = [*map(address, (x, out, bias))]
         operands += [*self.addresses, self.rows, self.columns]
         tiles, work = self.counts.shape[1], tokens * self.values.numel() // WORTH
         in_tokens_or_rows(library.nm_bf16, operands, tokens, tiles, work, TOKENS_A_PASS)
@@ -125,7 +125,7 @@ class Bf16Matrix(SlotMatrix):
         """See :func:`nmrun.fast.cpu.kernels.convolution.convolve`: images in bfloat16, channels last, a
         bias in float32, and where a ``Geometry`` lies."""
         pixels = out.shape[0] * out.shape[2] * out.shape[3]
-        operands = [*map(address, (x, out, bias)), *self.addresses, geometry]
+        operands: list[Any] = [*map(address, (x, out, bias)), *self.addresses, geometry]
         operands += [x.shape[0], BEGIN, END]
         work = pixels * self.slots * SEGMENT // WORTH
         in_parts(KERNELS.load().nm_bf16_convolution, operands, pixels, work, TOKENS_A_PASS)
@@ -135,7 +135,14 @@ class Bf16Matrix(SlotMatrix):
         y (tokens, rows) in bfloat16."""
         library, x, y = KERNELS.load(), x.contiguous(), y.contiguous()
         sums, out = torch.zeros(self.slots, SEGMENT), torch.zeros(self.rows, self.columns)
-        operands = [x.data_ptr(), y.data_ptr(), *self.addresses, self.rows, self.columns, len(x)]
+        operands: list[Any] = [
+            x.data_ptr(),
+            y.data_ptr(),
+            *self.addresses,
+            self.rows,
+            self.columns,
+            len(x),
+        ]
         operands += [BEGIN, END, sums.data_ptr(), out.data_ptr()]
         tiles, work = self.counts.shape[1], len(x) * sums.numel() // WORTH
         in_parts(library.nm_bf16_sampled, operands, tiles, work)

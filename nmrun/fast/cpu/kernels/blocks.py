@@ -68,7 +68,8 @@ class BlockMatrix(Matrix):
 
     DTYPE: ClassVar[torch.dtype] = torch.bfloat16
     WIDE: ClassVar[int] = DEEP  # columns of a tile
-    STORED, DERIVED = ("values", "index"), ("counts",)
+    STORED: ClassVar[tuple[str, ...]] = ("values", "index")
+    DERIVED: ClassVar[tuple[str, ...]] = ("counts",)
     KEPT, COMPUTES = ("values",), torch.bfloat16
 
     @classmethod
@@ -140,7 +141,7 @@ class BlockMatrix(Matrix):
         library, x = KERNELS.load(), x.contiguous()
         out = x.new_empty(len(x), self.rows)
         bias = None if bias is None else bias.float().contiguous()
-        operands = [*map(address, (x, out, bias)), *self.addresses]
+        operands: list[Any] = [*map(address, (x, out, bias)), *self.addresses]
         operands += [self.rows, self.columns, *_how(self, by_tiles)]
         groups, work = len(self.index), _work(self, len(x))
         in_tokens_or_rows(library.nm_block_bf16, operands, len(x), groups, work, PANEL)
@@ -151,7 +152,7 @@ class BlockMatrix(Matrix):
         (tokens, columns) and y (tokens, rows) in bfloat16. V divides the rows."""
         library, x, y = KERNELS.load(), x.contiguous(), y.contiguous()
         out = torch.zeros(self.rows, self.columns)
-        operands = [address(t) for t in (x, y, self.index, self.counts, out)]
+        operands: list[Any] = [address(t) for t in (x, y, self.index, self.counts, out)]
         operands += [self.rows, self.columns, *_how(self, by_tiles), len(x), BEGIN, END]
         work = len(x) * int(self.counts.sum()) * self.height // WORTH
         in_parts(library.nm_block_bf16_sampled, operands, len(self.index), work)
@@ -188,7 +189,7 @@ class BlockTranspose(Matrix):
         """As that of :class:`BlockMatrix`, without a bias."""
         library, x = KERNELS.load(), x.contiguous()
         out = x.new_empty(len(x), self.rows)
-        operands = [*map(address, (x, out)), *self.addresses]
+        operands: list[Any] = [*map(address, (x, out)), *self.addresses]
         operands += [self.columns, self.rows, *_how(self, by_tiles), BEGIN, END]
         work = _work(self, len(x))
         in_parts(library.nm_block_bf16_turned, operands, len(x), work, PANEL)
@@ -236,7 +237,7 @@ class Int8BlockMatrix(BlockMatrix):
         height, padded, tiles = _how(self, by_tiles)
         odd, size = ctypes.c_int32(0), (ctypes.c_int64 * 4)(self.rows, self.columns, height, padded)
         parts = (self.values, self.index, self.counts, self.scales, self.sums)
-        operands = [address(t) for t in (x, out, bias, *parts)]
+        operands: list[Any] = [address(t) for t in (x, out, bias, *parts)]
         operands += [ctypes.addressof(odd), ctypes.addressof(size), tiles]
         groups, work = len(self.index), tokens * self.values.numel() // int8.WORTH
         in_tokens_or_rows(library.nm_block_int8, operands, tokens, groups, work, PANEL)
@@ -296,7 +297,7 @@ class BitmapMatrix(Matrix):
         tokens, tiles = len(x), len(self.masks)
         out = x.new_empty(tokens, self.rows)
         bias = None if bias is None else bias.float().contiguous()
-        operands = [*map(address, (x, out, bias)), *self.addresses]
+        operands: list[Any] = [*map(address, (x, out, bias)), *self.addresses]
         operands += [self.rows, self.columns]
         work = -(-tokens // PANEL) * len(self.values)
         in_tokens_or_rows(library.nm_bitmap_bf16, operands, tokens, tiles, work, PANEL, 2)

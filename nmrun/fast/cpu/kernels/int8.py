@@ -54,9 +54,12 @@ class Int8Matrix(SlotMatrix):
     @classmethod
     def packed(cls, weight: Tensor, taps: int = 1) -> Self:
         """Rounded. Raises ValueError for values that are not finite."""
-        row, column = weight.nonzero(as_tuple=True)
-        value, scales = quantised(row, weight[row, column], len(weight))
-        return cls.from_nonzeros(row, column, value, *weight.shape, scales)
+        return cls.of_rounded(*rounded(weight))
+
+    @classmethod
+    def of_rounded(cls, weight: Tensor, scales: Tensor) -> Self:
+        """A weight as int8, with the scales of its rows."""
+        return cls.of([*cls.in_slots(weight), scales], *weight.shape)
 
     @classmethod
     def derived(cls, stored: Sequence[Tensor], rows: int, columns: int, taps: int) -> list[Tensor]:
@@ -110,25 +113,9 @@ def check_finite(odd: ctypes.c_int32) -> None:
         raise RuntimeError("int8 products: the activations have NaN or infinity")
 
 
-def quantised(row: Tensor, value: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Non-zeros as int8, and the scale of each of their ``rows``; ``row`` and ``value`` are (count,).
-    Raises ValueError for values that are not finite."""
-    value = value.float()
-    if not bool(value.isfinite().all()):
-        raise ValueError("int8: the weight has NaN or infinity")
-    most = torch.zeros(rows).scatter_reduce_(0, row, value.abs(), "amax")
-    scales = (most / 127).clamp_min(torch.finfo(torch.float32).tiny)
-    return (value / scales[row]).round().clamp(-127, 127).to(torch.int8), scales
-
-
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix as int8, with its zeros, and the scale of each row.
-
-    Raises:
-        ValueError: for values that are not finite.
-    """
-    row, column = weight.nonzero(as_tuple=True)
-    value, scales = quantised(row, weight[row, column], len(weight))
-    result = torch.zeros(weight.shape, dtype=torch.int8)
-    result[row, column] = value
-    return result, scales
+    """A matrix as int8, and the scale of each row. Raises ValueError for values that are not finite."""
+    if not bool(weight.isfinite().all()):
+        raise ValueError("int8: the weight has NaN or infinity")
+    scales = (weight.float().abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    return (weight / scales[:, None]).round().clamp(-127, 127).to(torch.int8), scales

@@ -96,16 +96,14 @@ class SlotMatrix(Matrix):
         return out
 
     @classmethod
-    def from_nonzeros(
-        cls, row: Tensor, column: Tensor, value: Tensor, rows: int, columns: int, *more: Tensor
-    ) -> Self:
-        """A matrix from its non-zeros, each (count,), in any order, none twice; and what is stored
-        ``more`` of it."""
+    def in_slots(cls, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Values, index and counts of a weight (rows, columns)."""
+        rows, columns = weight.shape
+        row, column = weight.nonzero(as_tuple=True)  # row by row
+        value = weight[row, column]
         deep = cls.SEGMENT // TILE
         *_, tiles, segments = shape = cls.cut(rows, columns)
         across = segments * (shape[0] if len(shape) == 3 else 1)
-        order = (row * columns + column).argsort()
-        row, column, value = row[order], column[order], value[order]
         run = row * across + column // cls.SEGMENT
         filled = torch.bincount(run, minlength=tiles * TILE * across)
         rank = torch.arange(len(run)) - (filled.cumsum(0) - filled)[run]
@@ -123,7 +121,7 @@ class SlotMatrix(Matrix):
         values = value.new_zeros(index.shape)
         values.view(-1)[position] = value
         index.view(-1)[position] += (column % cls.SEGMENT).to(torch.uint8)
-        return cls.of([values, index, counts.to(torch.uint8), *more], rows, columns)
+        return values, index, counts.to(torch.uint8)
 
 
 class TiledMatrix(SlotMatrix):
@@ -134,8 +132,7 @@ class TiledMatrix(SlotMatrix):
 
     @classmethod
     def packed(cls, weight: Tensor, taps: int = 1) -> Self:
-        row, column = weight.nonzero(as_tuple=True)
-        return cls.from_nonzeros(row, column, weight[row, column], *weight.shape)
+        return cls.of(cls.in_slots(weight), *weight.shape)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None, **how: Any) -> Tensor:
         """``x S^T + bias`` with x (tokens, columns) in float32 or bfloat16 and the bias in float32;
@@ -153,6 +150,6 @@ class TiledMatrix(SlotMatrix):
             operands = (*fixed, counts, rows, columns, tokens, BEGIN, END, flags)
             in_parts(library.nm_token, operands, -(-rows // TILE), tokens * count // FEW_WORTH)
         elif tokens:
-            operands = (*fixed, rows, columns, tokens)
-            in_panels(library.nm_product, operands, flags + TILED, tokens, rows, count)
+            whole = (*fixed, rows, columns, tokens)
+            in_panels(library.nm_product, whole, flags + TILED, tokens, rows, count)
         return out
