@@ -11,7 +11,7 @@ from typing import Any
 import played_gpu
 import pytest
 import torch
-from deployed import gradient, share, stays_itself
+from deployed import share
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
@@ -98,32 +98,6 @@ def test_a_single_number_is_an_output_like_others() -> None:
     expected = model(x).detach()
     assert [c.path for c in nmrun.deploy(model, x)] == ["packed"] * 2
     torch.testing.assert_close(model(x), expected)
-
-
-@needs_compiler
-@pytest.mark.usefixtures("faster")
-def test_state_dict_pickle_copy_compile_and_gradient() -> None:
-    model, other, x = mlp(), mlp(), torch.randn(3, 5, 40)
-    prune(other, "1:8", "1:16")
-    dense = copy.deepcopy(model)
-    for one in (model, other):
-        nmrun.deploy(one, x)
-    assert set(model.state_dict()) == {f"0.{n}" for n in ("values", "index", "counts", "bias")} | {
-        f"2.{n}" for n in ("values", "index", "counts")
-    }
-    reloaded = stays_itself(model, other, x)
-    wrong = model.state_dict() | {"0.index": torch.full_like(model[0].index, 200)}
-    with pytest.raises(RuntimeError, match=r"0: a column that is not of its segment"):
-        reloaded.load_state_dict(wrong)
-    assert share(gradient(model, x), gradient(dense, x)) < 1e-5
-    torch.library.opcheck(torch.ops.nmrun.packed_linear.default, _operands(reloaded[0]))
-    with pytest.raises(RuntimeError, match="this layer takes float32 and bfloat16"):
-        model.half()(x.half())
-
-
-def _operands(layer: PackedLinear) -> tuple[Any, ...]:
-    x = torch.randn(3, layer.in_features, requires_grad=True)
-    return (x, layer.parts(), layer.bias, layer.shape, "TiledMatrix")
 
 
 @needs_compiler

@@ -62,33 +62,6 @@ def test_the_slower_is_not_taken(deploy_times: dict[str, float]) -> None:
     assert [c.path for c in nmrun.deploy(mlp(), normal_bf16(3, 80))] == [None] * 2
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("emulated_bf16")
-def test_state_dict_pickle_copy_compile_and_gradient() -> None:
-    model, other, x = mlp(), mlp("1:16"), normal_bf16(3, 5, 80)
-    dense = copy.deepcopy(model)
-    for one in (model, other):
-        nmrun.deploy(one, x)
-    names = ("values", "index", "counts")
-    assert set(model.state_dict()) == {f"{i}.{n}" for i in "02" for n in names} | {"0.bias"}
-    reloaded = stays_itself(model, other, x)
-    wrong = model.state_dict() | {"0.index": torch.full_like(model[0].index, 200)}
-    with pytest.raises(RuntimeError, match=r"0: a column that is not of its segment"):
-        reloaded.load_state_dict(wrong)
-    for i in (0, 2):
-        assert torch.equal(model[i].dense(), dense[i].weight)
-    assert share(gradient(model, x), gradient(dense, x)) < 0.1  # a ReLU may see another sign
-    layer = model[0]
-    operands = (
-        normal_bf16(3, 80).requires_grad_(),
-        layer.parts(),
-        layer.bias,
-        layer.shape,
-        "Bf16Matrix",
-    )
-    torch.library.opcheck(torch.ops.nmrun.packed_linear.default, operands)
-
-
 def of_blocks(pattern: str) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(80, 64), nn.ReLU(), nn.Linear(64, 32, bias=False))
@@ -127,17 +100,6 @@ def test_rows_that_share_their_columns_are_packed_in_blocks(deploy_times: dict[s
     torch.library.opcheck(torch.ops.nmrun.packed_linear.default, (*operands, "BlockMatrix"))
     choices = nmrun.deploy(mlp(), x)  # rows that share nothing are no candidates
     assert not any("blocks" in c.reason for c in choices)
-
-
-@pytest.mark.usefixtures("emulated_bf16")
-def test_integers_are_refused() -> None:
-    """The result has the dtype of the input, and would be cut off."""
-    model = mlp()
-    nmrun.deploy(model, normal_bf16(3, 80))
-    with pytest.raises(
-        RuntimeError, match=r"^x of torch\.uint8: packed layers take floating-point"
-    ):
-        model(torch.ones(3, 80, dtype=torch.uint8))
 
 
 def test_a_processor_without_the_instruction_says_so_in_one_line() -> None:
@@ -214,30 +176,6 @@ def test_onednn_follows_a_weight_that_is_written_in_place(compiled: bool) -> Non
             expected = F.linear(model[1](hidden), model[2].weight, model[2].bias).float()
             assert float((run(x) - expected).norm() / expected.norm()) < 0.01
             assert float((before - expected).norm() / expected.norm()) > 0.1
-
-
-@needs_onednn
-@pytest.mark.usefixtures("by_onednn")
-def test_onednn_in_a_state_dict_a_pickle_a_copy_compiled_and_its_gradient() -> None:
-    model, other, x = mlp(), mlp("1:16"), normal_bf16(3, 5, 80)
-    for one in (model, other):
-        nmrun.deploy(one, x)
-    with torch.no_grad():
-        expected = other(x)
-    reloaded = stays_itself(model, other, x)
-    with torch.no_grad():
-        assert torch.equal(other(x), expected)  # its copy has a layout of its own
-        assert not torch.equal(reloaded(x), expected)
-    with pytest.MonkeyPatch.context() as patch:  # a processor without such products
-        patch.setattr(onednn, "dtypes", lambda: {torch.float32})
-        patch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
-        elsewhere = pickle.loads(pickle.dumps(reloaded))
-    torch.testing.assert_close(elsewhere(x), reloaded(x))
-    layer, a, upstream = model[0], normal_bf16(7, 80).requires_grad_(), normal_bf16(7, 50)
-    layer(a).backward(upstream)
-    torch.testing.assert_close(a.grad, upstream @ layer.weight)
-    operands = normal_bf16(3, 80).requires_grad_(), [layer.weight], layer.bias, layer.number
-    torch.library.opcheck(torch.ops.nmrun.onednn_linear.default, operands)
 
 
 @pytest.mark.usefixtures("no_compiler")

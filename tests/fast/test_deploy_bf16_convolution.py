@@ -60,21 +60,6 @@ def test_against_float64(pattern: str) -> None:
 
 
 @pytest.mark.usefixtures("emulated_bf16")
-def test_state_dict_pickle_copy_compile_and_gradient() -> None:
-    model, other, x = net("1:4"), net("2:4"), normal_bf16(5, 8, 6, 7)
-    dense = copy.deepcopy(model)
-    for one in (model, other):
-        nmrun.deploy(one, x)
-    assert {"0.values", "0.index", "0.counts", "0.bias"} <= set(model.state_dict())
-    assert "0.start" not in model.state_dict()
-    layer = stays_itself(model, other, x)[0]
-    assert share(gradient(model, x), gradient(dense, x)) < 0.02
-    how = layer.shape, "Bf16Matrix", layer.window.numbers
-    operands = (x.clone().requires_grad_(), layer.parts(), layer.bias, *how)
-    torch.library.opcheck(torch.ops.nmrun.packed_convolution.default, operands)
-
-
-@pytest.mark.usefixtures("emulated_bf16")
 def test_one_of_a_single_position_is_the_linear_layer_of_its_pixels(
     deploy_times: dict[str, float],
 ) -> None:

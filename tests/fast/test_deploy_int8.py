@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
-from deployed import gradient, share, stays_itself
+from deployed import share, stays_itself
 from perceptrons import pruned
 from torch import nn
 
@@ -81,59 +78,6 @@ def test_rows_that_share_their_columns_are_packed_in_blocks(deploy_times: dict[s
     models[0].bfloat16()
     assert models[0][0].values.dtype == torch.int8
     assert models[0][0].scales.dtype == torch.float32
-
-
-@needs_int8
-@pytest.mark.parametrize("layer", [Int8Linear, DenseInt8Linear])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
-def test_integers_are_refused(
-    layer: type[Int8Linear | DenseInt8Linear], dtype: torch.dtype
-) -> None:
-    """The result has the dtype of the input, and would be cut off."""
-    with pytest.raises(RuntimeError, match=f"^x of {dtype}: packed layers take floating-point"):
-        layer.of(torch.randn(24, 40))(torch.ones(3, 40, dtype=dtype))
-
-
-@needs_int8
-@pytest.mark.usefixtures("faster")
-def test_state_dict_pickle_copy_compile_and_gradient() -> None:
-    model, other, x = pruned(), pruned("1:16"), torch.randn(3, 5, 80)
-    dense = copy.deepcopy(model)
-    for one in (model, other):
-        nmrun.deploy(one, x, precision="int8")
-    names = ("values", "index", "counts", "scales")
-    assert set(model.state_dict()) == {f"{i}.{n}" for i in "02" for n in names} | {"0.bias"}
-    reloaded = stays_itself(model, other, x)
-    wrong = model.state_dict() | {"0.index": torch.full_like(model[0].index, 200)}
-    with pytest.raises(RuntimeError, match=r"0: a column that is not of its segment"):
-        reloaded.load_state_dict(wrong)
-    for i in (0, 2):  # gradients are those of the rounded weight
-        dense[i].weight.data = model[i].dense()
-    assert share(gradient(model, x), gradient(dense, x)) < 0.2  # a ReLU may see another sign
-    layer = model[0]
-    operands = (
-        torch.randn(3, 80, requires_grad=True),
-        layer.parts(),
-        layer.bias,
-        layer.shape,
-        "Int8Matrix",
-    )
-    torch.library.opcheck(torch.ops.nmrun.packed_linear.default, operands)
-
-
-@needs_int8
-@pytest.mark.parametrize("kind", [Int8Linear, DenseInt8Linear])
-def test_a_cast_of_the_model_leaves_scales_and_their_bits(
-    kind: type[Int8Linear | DenseInt8Linear],
-) -> None:
-    layer = kind.of(pruned()[0].weight)
-    x, model = torch.randn(3, 80), nn.Sequential(layer)
-    before = model(x), layer.dense()
-    model.bfloat16()
-    assert layer.scales.dtype == torch.float32
-    assert torch.equal(model(x), before[0])
-    assert torch.equal(layer.dense(), before[1])
-    assert torch.equal(copy.deepcopy(model)(x), before[0])
 
 
 @needs_int8
@@ -240,36 +184,6 @@ def test_dense_int8_is_taken_where_it_is_the_fastest(dtype: torch.dtype) -> None
     x[1, 2, 3] = float("nan")
     with pytest.raises(RuntimeError, match="NaN or infinity"):
         model(x)
-
-
-@needs_int8
-@pytest.mark.usefixtures("dense_faster")
-def test_dense_int8_in_a_state_dict_a_pickle_a_copy_compiled_and_its_gradient() -> None:
-    model, other, x = pruned(), pruned("1:16"), torch.randn(3, 5, 80)
-    engine = torch.backends.quantized.engine
-    for one in (model, other):
-        nmrun.deploy(one, x, precision="int8")
-    assert torch.backends.quantized.engine == engine
-    with torch.no_grad():
-        expected = model(x)
-        reloaded = copy.deepcopy(other)
-        reloaded.load_state_dict(model.state_dict())
-        again = pickle.loads(pickle.dumps(model))
-        for one in (again, reloaded, torch.compile(model, backend="eager", fullgraph=True)):
-            assert torch.equal(one(x), expected)
-        # what oneDNN laid out is this layer's own, and there once
-        number = model[0].number
-        model.load_state_dict(other.state_dict())
-        assert model[0].number == number
-        assert torch.equal(model(x), other(x))
-        model.load_state_dict(again.state_dict())
-        assert torch.equal(model(x), expected)
-    layer, upstream = model[0], torch.randn(7, 50)
-    a = torch.randn(7, 80, requires_grad=True)
-    layer(a).backward(upstream)
-    torch.testing.assert_close(a.grad, upstream @ layer.dense())
-    operands = (torch.randn(3, 80, requires_grad=True), [layer.values, layer.scales], layer.number)
-    torch.library.opcheck(torch.ops.nmrun.dense_int8.default, operands)
 
 
 @needs_int8

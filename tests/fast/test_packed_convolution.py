@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from convolutions import prune
-from deployed import gradient, share, stays_itself
 from test_deploy import by_name
 from torch import Tensor, nn
 
@@ -84,34 +83,6 @@ def test_the_memory_is_that_of_the_non_zeros_and_their_places(pattern: str, shar
     nmrun.deploy(model, torch.randn(2, 256, 4, 4))
     nbytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     assert nbytes == dense * 1.25 * share + 4 * (9 * 2 * 64 + 1)
-
-
-@needs_compiler
-@pytest.mark.usefixtures("faster")
-def test_state_dict_pickle_copy_compile_and_gradient() -> None:
-    model, other, x = prune(net(), "1:4"), prune(net(), "2:4"), torch.randn(5, 8, 6, 7)
-    dense = copy.deepcopy(model)
-    for one in (model, other):
-        assert [c.path for c in nmrun.deploy(one, x)] == ["packed"] * 2
-    assert {"0.values", "0.index", "0.start", "0.bias", "3.start"} <= set(model.state_dict())
-    layer = stays_itself(model, other, x)[0]
-    assert share(gradient(model, x), gradient(dense, x)) < 1e-5
-    how = layer.shape, "PackedMatrix", layer.window.numbers
-    operands = (x.clone().requires_grad_(), layer.parts(), layer.bias, *how)
-    torch.library.opcheck(torch.ops.nmrun.packed_convolution.default, operands)
-
-
-@needs_compiler
-@pytest.mark.usefixtures("faster")
-def test_a_model_that_was_cast_still_has_its_weight() -> None:
-    model, x = prune(net(), "1:4"), torch.randn(5, 8, 6, 7)
-    rounded, other = model[0].weight.detach().bfloat16(), copy.deepcopy(model)
-    for one in (model, other):
-        nmrun.deploy(one, x)
-    assert torch.equal(model.bfloat16()[0].dense(), rounded)
-    other.load_state_dict(model.state_dict())
-    expected = F.conv2d(x, rounded.float(), model[0].bias.float(), padding=1)
-    torch.testing.assert_close(other[0](x), expected)
 
 
 @needs_compiler
