@@ -631,20 +631,6 @@ def test_simulated_fp8_is_not_packed() -> None:
     }
 
 
-def test_double_pruning_is_refused_where_it_makes_no_sense() -> None:
-    for recipe in ("bi_mask", "t_sr_ste"):
-        with pytest.raises(ConfigError, match=f"{recipe} makes the input gradient N:M by itself"):
-            sparse(mlp(), recipe, input_gradient="double_prune")
-    with pytest.raises(
-        ConfigError, match=r"can change nothing at .*: it is for linear layers, with outputs"
-    ):
-        sparse(nn.Sequential(nn.Linear(16, 6)), input_gradient="double_prune")
-    with pytest.raises(
-        ConfigError, match=r"can change nothing at .*: it is for linear layers, with outputs"
-    ):
-        sparse(nn.Sequential(nn.Conv2d(16, 8, 3)), input_gradient="mvue")
-
-
 # --- on the command line --------------------------------------------------------------------------
 
 

@@ -148,25 +148,18 @@ class _Plan:
         self.turned = by_columns and not biased
         self.structures: list[tuple[str, Opaque]] = []
         weight, x, z, self.product, self.selection, self.plan = (Opaque() for _ in range(6))
-        size, number = ctypes.c_int64, ctypes.c_int
-        alignment, kind = ctypes.c_uint32(ALIGNMENT), number(TYPES[dtype])
+        number = ctypes.c_int
+
+        def describe(kind: str, at: Opaque, sizes: tuple[int, ...], order: int, *more: Any) -> None:
+            about = ctypes.c_uint32(ALIGNMENT), number(TYPES[dtype]), number(order), *more
+            call(f"{kind}DescriptorInit", handle, at, *map(ctypes.c_int64, sizes), *about)
+            self.structures.append(("MatDescriptorDestroy", at))
+
         stored = (columns, tokens) if by_columns else (tokens, columns)
-        call(
-            "StructuredDescriptorInit", handle, weight,
-            *map(size, (rows, columns, columns)), alignment, kind, number(ROW_ORDER), number(HALF),
-        )  # fmt: skip
-        self.structures.append(("MatDescriptorDestroy", weight))
-        call(
-            "DenseDescriptorInit", handle, x,
-            *map(size, (*stored, stored[1])), alignment, kind, number(ROW_ORDER),
-        )  # fmt: skip
-        self.structures.append(("MatDescriptorDestroy", x))
-        call(
-            "DenseDescriptorInit", handle, z,
-            *map(size, (rows, tokens, tokens if self.turned else rows)), alignment, kind,
-            number(ROW_ORDER if self.turned else COLUMN_ORDER),
-        )  # fmt: skip
-        self.structures.append(("MatDescriptorDestroy", z))
+        leading, order = (tokens, ROW_ORDER) if self.turned else (rows, COLUMN_ORDER)
+        describe("Structured", weight, (rows, columns, columns), ROW_ORDER, number(HALF))
+        describe("Dense", x, (*stored, stored[1]), ROW_ORDER)
+        describe("Dense", z, (rows, tokens, leading), order)
         turned = number(PLAIN if by_columns else TRANSPOSED)
         call(
             "MatmulDescriptorInit", handle, self.product,
