@@ -9,6 +9,7 @@ that stays.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -159,9 +160,11 @@ def deploy(
                 if isinstance(module, nn.Conv2d):  # what packed ones give it lies so already
                     module.weight.data = last(module.weight.data)
         places = fusable(model, sample)
-        for place in places:
-            place.notes += _try(place, exact_ways(place))
-            place.notes += _try(place, rough_ways(place), tolerance) if precision else []
+        for first, *others_alike in _alike(places):
+            first.notes += _try(first, exact_ways(first))
+            first.notes += _try(first, rough_ways(first), tolerance) if precision else []
+            for place in others_alike:
+                place.notes, place.candidates = first.notes, copy.deepcopy(first.candidates)
         others = _choose(places)
         for place in places:
             if place.layer is not None:
@@ -368,11 +371,8 @@ def _with_algorithm(
 
 def _choose(places: Sequence[Place], graph: bool = False) -> list[Choice]:
     """Set the layer of each place that one is faster at, and say why."""
-    groups = defaultdict[Any, list[Place]](list)
-    for place in places:
-        groups[place.timing_key].append(place)
     choices = dict[str, Choice]()
-    for group in groups.values():
+    for group in _alike(places):
         path, timing = _fastest(group, graph) if group[0].candidates else (None, "")
         for place in group:
             place.layer = None if path is None else place.candidates[path]
@@ -382,6 +382,14 @@ def _choose(places: Sequence[Place], graph: bool = False) -> list[Choice]:
             )
             choices[place.name] = Choice(place.name, path, reason, always_dense=not is_weight)
     return [choices[place.name] for place in places]
+
+
+def _alike(places: Sequence[Place]) -> list[list[Place]]:
+    """Places in groups that share their times."""
+    groups = defaultdict[Any, list[Place]](list)
+    for place in places:
+        groups[place.timing_key].append(place)
+    return [*groups.values()]
 
 
 def _fastest(group: Sequence[Place], graph: bool) -> tuple[str | None, str]:

@@ -77,7 +77,8 @@ class PackedLayer(nn.Module):
 
     def parts(self) -> list[Tensor]:
         """The tensors of the matrix."""
-        return [getattr(self, name) for name in self.MATRIX.names()]
+        buffers: Any = self._buffers
+        return [buffers[name] for name in self.MATRIX.names()]
 
     def dense(self) -> Tensor:
         """The weight with its zeros."""
