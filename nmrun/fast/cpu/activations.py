@@ -12,7 +12,6 @@ What is 0 for whatever reason is left out: the squared ReLU's own zeros and thos
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -39,7 +38,7 @@ from nmrun.fast.operators import operator
 from nmrun.patterns import Pattern
 from nmrun.products.layer import Layer
 from nmrun.products.simulation import compute_dtype
-from nmrun.sparsity.layers import is_plain_linear, of_one_input, own_forward
+from nmrun.sparsity.layers import is_plain_linear, own_forward
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.step.activations import keep_largest
 
@@ -57,26 +56,22 @@ class Activations(Protocol):
 
 
 def install(module: nn.Module, role: str, by_onednn: bool, activations: Activations) -> None:
-    """Let ``nn.Linear`` or Hugging Face's ``Conv1D`` compute its products so in training, in float32, in
-    steps that prune; in all other passes as before. ``role``: it ``reads`` the activations, or ``feeds``
-    them, its dense product then oneDNN's with ``by_onednn``."""
-    before = vars(module).get("forward")
-    original: Callable[..., Tensor] = type(module).forward if before is None else before.__func__
-    stored = isinstance(module, nn.Linear)
+    """Let a linear layer compute its products so in training, in float32, in steps that prune; in all other
+    passes as before. ``role``: it ``reads`` the activations, or ``feeds`` them, its dense product then
+    oneDNN's with ``by_onednn``."""
 
-    @of_one_input
-    def forward(module: Any, input: Tensor) -> Tensor:
-        if not (activations.sparse and onednn.takes(module, input)):
-            return original(module, input)
-        weight = module.weight if stored else module.weight.t()
-        flat = input.reshape(-1, input.shape[-1])
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
         if role == READS:
-            y = reads(flat, weight, module.bias)
+            y = reads(flat, weight, bias)
         else:
-            y = feeds(flat, weight, module.bias, by_onednn)
-        return y.view(*input.shape[:-1], len(weight))
+            y = feeds(flat, weight, bias, by_onednn)
+        return y.view(*x.shape[:-1], len(weight))
 
-    module.forward = types.MethodType(forward, module)
+    def when(module: nn.Module, x: Tensor) -> bool:
+        return activations.sparse and onednn.takes(module, x)
+
+    onednn.give_forward(module, product, when)
 
 
 def packed(matrix: Tensor, turned: bool = False) -> list[PackedMatrix]:

@@ -20,7 +20,7 @@ import itertools
 import math
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -82,13 +82,25 @@ def takes(module: nn.Module, x: Tensor) -> bool:
 
 def install(module: nn.Module) -> None:
     """Let a linear layer compute its products so in training."""
+    give_forward(module, linear, takes)
+
+
+def give_forward(
+    module: nn.Module,
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    when: Callable[[nn.Module, Tensor], bool],
+) -> None:
+    """Let ``nn.Linear`` or Hugging Face's ``Conv1D`` compute a product of x (..., inputs), its weight
+    (outputs, inputs) and bias for those inputs, and for all others what it did before."""
+    before = vars(module).get("forward")
+    original: Callable[..., Tensor] = type(module).forward if before is None else before.__func__
     stored = isinstance(module, nn.Linear)
 
     @of_one_input
     def forward(module: Any, input: Tensor) -> Tensor:
-        if not takes(module, input):
-            return type(module).forward(module, input)
-        return linear(input, module.weight if stored else module.weight.t(), module.bias)
+        if not when(module, input):
+            return original(module, input)
+        return product(input, module.weight if stored else module.weight.t(), module.bias)
 
     module.forward = types.MethodType(forward, module)
 
