@@ -472,26 +472,20 @@ def test_layers_are_timed_on_the_gpu_that_they_are_on(monkeypatch: pytest.Monkey
 
 @needs_compiler
 @pytest.mark.usefixtures("faster")
-def test_a_model_on_a_gpu_may_have_buffers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that is all packed layers: it is compiled into CUDA graphs, and left without kernels
-    for a CPU.
-    """
+def test_a_model_is_compiled_where_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where it may have buffers alone, as one that is all packed layers, into CUDA graphs; and
+    it is left without kernels for a CPU."""
     compiled: list[dict[str, Any]] = []
     monkeypatch.setattr(nn.Module, "compile", lambda model, **how: compiled.append(how))
     model = prune(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 16)), "1:4", "1:4")
+    on_cpu = copy.deepcopy(model)
+    nmrun.deploy(copy.deepcopy(model), torch.randn(6, 32))
+    assert not compiled
+    nmrun.deploy(on_cpu, torch.randn(6, 32), compile=True)
+    assert compiled.pop() == {"mode": None}
     with FakeTensorMode():
         model.register_buffer("on_a_gpu", torch.empty(1, device="cuda:0"))
     choices = nmrun.deploy(model, torch.randn(6, 32), compile=True)
     assert not list(model.parameters())
     assert compiled == [{"mode": "reduce-overhead"}]
     assert len(choices) == 2
-
-
-def test_a_model_is_compiled_where_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[nn.Module] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda model, **how: compiled.append(model))
-    model = prune(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)), "1:4", "1:4")
-    nmrun.deploy(copy.deepcopy(model), torch.randn(6, 32))
-    assert not compiled
-    nmrun.deploy(model, torch.randn(6, 32), compile=True)
-    assert compiled == [model]
