@@ -48,13 +48,10 @@ def test_layers_take_the_fastest_right_products(pattern: str) -> None:
 
 
 @pytest.mark.usefixtures("emulated_bf16")
-def test_float32_is_left_to_float32() -> None:
-    model = mlp().float()
-    assert [c.path for c in nmrun.deploy(model, normal(3, 80))] == ["packed"] * 2
-
-
-@pytest.mark.usefixtures("emulated_bf16")
-def test_the_slower_is_not_taken(deploy_times: dict[str, float]) -> None:
+def test_float32_is_left_to_float32_and_the_slower_is_not_taken(
+    deploy_times: dict[str, float],
+) -> None:
+    assert [c.path for c in nmrun.deploy(mlp().float(), normal(3, 80))] == ["packed"] * 2
     for time, path in ((0.6, "packed"), (0.4, "packed bf16")):
         deploy_times["packed bf16"] = time
         assert [c.path for c in nmrun.deploy(mlp(), normal_bf16(3, 80))] == [path] * 2
