@@ -73,20 +73,20 @@ class Layer:
         """The product with what is packed."""
         z = hard_threshold(self.a, PATTERN) if pruned else self.a
         products.pack(z, self.rows)
-        return products.multiply(self.w_turned, self.rows, turned=True)
+        return self.rows.multiply(self.w_turned, turned=True)
 
     def step(self, pruned: bool) -> None:
         """All but the first product with what is packed."""
         relu, a = self.activations()
         z = hard_threshold(a, PATTERN) if pruned else a
         products.pack(z, self.rows, self.turned)
-        products.multiply(self.w_turned, self.rows, turned=True)
-        products.multiply(self.dy, self.turned, turned=True)
-        da = products.sampled(self.w, self.dy.t().contiguous(), self.rows)
+        self.rows.multiply(self.w_turned, turned=True)
+        self.turned.multiply(self.dy, turned=True)
+        da = self.rows.sampled(self.w, self.dy.t().contiguous())
         db = da.mul_(relu).mul_(2)
         products.pack(db, self.rows, self.turned)
-        products.multiply(self.v, self.rows, turned=True)
-        products.multiply(self.x, self.turned, turned=True)
+        self.rows.multiply(self.v, turned=True)
+        self.turned.multiply(self.x, turned=True)
 
 
 def lines(zeros: float, count: int, clock: Any) -> list[str]:

@@ -25,10 +25,9 @@ from torch import Tensor, nn
 
 from nmrun import optim
 from nmrun.fast.cpu.kernels import blocks
-from nmrun.fast.cpu.linear import BlockProducts
+from nmrun.fast.cpu.linear import PRODUCTS, BlockProducts
 from nmrun.fast.cpu.onednn import DenseInt8Linear, OneDNNLinear
 from nmrun.fast.cpu.packed_linear import Bf16Linear, BlockLinear, Int8BlockLinear, Int8Linear
-from nmrun.fast.cpu.weight import PRODUCTS
 from nmrun.lab.bench.harness import cpu_clock, hardware, machine_line, quartiles, ratios, rounds
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
@@ -58,7 +57,7 @@ def products(size: tuple[int, int, int]) -> Iterator[tuple[str, Arms]]:
         packed = BlockProducts((outputs, inputs), torch.bfloat16, Pattern.parse(pattern))
         packed.write(w, None)
         matrix = packed.matrix(PRODUCTS[1])
-        back["blocks", pattern] = partial(blocks.multiply, dz.bfloat16(), matrix)
+        back["blocks", pattern] = partial(matrix.multiply, dz.bfloat16())
     yield "input gradient, bf16", back
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmrun.fast.gpu.kernels import compression
+from nmrun.fast.gpu.kernels import cusparselt
 from nmrun.sparsity import hard_threshold
 
 # of cuSPARSELt 0.8.0 on an H100, torch._cslt_compress of pairs(rows, columns)
@@ -54,8 +54,8 @@ def as_stored(weight: Tensor, by_columns: bool) -> Tensor:
 
 
 def written(weight: Tensor) -> Tensor:
-    blob = torch.zeros(compression.blob_shape(*weight.shape), dtype=LOW)
-    compression.write(weight, blob)
+    blob = torch.zeros(cusparselt.blob_shape(*weight.shape), dtype=LOW)
+    cusparselt.write(weight, blob)
     return blob
 
 

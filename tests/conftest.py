@@ -102,7 +102,8 @@ def kernels_for_small_weights(
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a machine without a C compiler: nothing that was built before is there."""
-    from nmrun.fast.cpu.kernels import bf16, fused, int8, products
+    from nmrun.fast import fused
+    from nmrun.fast.cpu.kernels import bf16, int8, products
     from nmrun.kernels import compiler, cpu
 
     monkeypatch.setattr(compiler, "find_compiler", lambda: None)

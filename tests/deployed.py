@@ -23,14 +23,6 @@ def stays_itself(model: nn.Module, other: nn.Module, x: Tensor) -> nn.Module:
     return reloaded
 
 
-def gradient(model: nn.Module, x: Tensor) -> Tensor:
-    """The gradient of the inputs, of the sum of squares of the outputs."""
-    x = x.clone().requires_grad_()
-    model(x).float().square().sum().backward()
-    assert x.grad is not None
-    return x.grad
-
-
 def share(actual: Tensor, expected: Tensor) -> float:
     """The norm of the error as a share of what is expected."""
     return float((actual.float() - expected.float()).norm() / expected.float().norm())

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from operands import normal
 from torch import Tensor, nn
 
+from nmrun import optim, sparsify
 from nmrun.sparsity import nm_mask
 
 
@@ -19,6 +20,14 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(36, 64), nn.ReLU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10)
     )
+
+
+def start(recipe: str, pattern: str = "2:4", **options: Any) -> tuple[nn.Sequential, Any, Any]:
+    """The network with all of its weights sparse, its optimizer and its handle; of eight steps."""
+    model = mlp()
+    optimizer = optim.AdamW(model.parameters(), 1e-2)
+    options = {"exclude": None, "total_steps": 8, **options}
+    return model, optimizer, sparsify(model, optimizer, recipe, pattern, **options)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

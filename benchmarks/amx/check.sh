@@ -16,8 +16,7 @@ if [ ! -x "$sources/bochs" ]; then
 fi
 
 cd "$here/../.."
-PYTHONPATH="$here" "$python" -m pytest -p record -p no:cacheprovider -n0 -k "tiles or bitmaps" \
-  tests/fast/cpu/test_cpu_blocks.py tests/fast/cpu/test_cpu_bitmaps.py
+PYTHONPATH="$here" "$python" -m pytest -p record -p no:cacheprovider -n0 -k tiles tests/fast/cpu/test_block_products.py
 
 cd "$RECORD"
 gcc -O1 -ffreestanding -fno-pic -fno-stack-protector -fno-tree-loop-distribute-patterns -fcf-protection=none -w -c "$here/replay.c"

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nmrun.fast.cpu.kernels import bitmaps, blocks, int8
+from nmrun.fast.cpu.kernels import blocks, int8, matrix
 from nmrun.kernels import compiler
 
 FOLDER = Path(os.environ["RECORD"])
@@ -87,7 +87,7 @@ def pytest_configure() -> None:
     load = compiler.CFunctions.load
     compiler.CFunctions.load = lambda self: Library(load(self))  # type: ignore
     compiler._region = lambda: None  # type: ignore  # threads of Python call a function of Python
-    blocks.address = bitmaps.address = address  # type: ignore
+    blocks.address = matrix.address = address  # type: ignore
 
 
 def build() -> None:

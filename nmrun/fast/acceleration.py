@@ -224,17 +224,17 @@ def _by_torch_otherwise(
     float32, where that is faster than what torch does by itself."""
     choices = []
     for module, name in layers.items():
-        attends = isinstance(module, DotProductAttention)
-        find: Any = on_cpu.attention if attends else on_cpu.dense
-        shape = find(module, inputs.get(module))
+        shape = on_cpu.otherwise(module, inputs.get(module))
         if shape is None:
             continue
-        path, before = (FLOAT32, "bfloat16") if attends else (ONEDNN, "dense")
         times = times_of(shape)
-        torchs, candidate = times["dense"].dense, times[path].dense
-        found = times[path].wrong or f"{candidate:.3f} ms ({torchs / candidate:.2f}x)"
-        reason = f"{before} {torchs:.3f} ms, {path} {found}"
+        _, path = shape.paths
+        before, torchs = "bfloat16" if path == FLOAT32 else "dense", times["dense"].dense
+        found = (
+            times[path].wrong or f"{times[path].dense:.3f} ms ({torchs / times[path].dense:.2f}x)"
+        )
         taken = path if is_faster(times, path) else None
+        reason = f"{before} {torchs:.3f} ms, {path} {found}"
         choices.append(Choice(name, taken, reason, shape, times, always_dense=True))
         if isinstance(module, DotProductAttention):
             module.in_float32 = taken is not None

@@ -9,6 +9,7 @@ that stays.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from nmrun.errors import ConfigError, first_line
 from nmrun.fast import measurement
 from nmrun.fast.cpu import onednn
 from nmrun.fast.cpu import probe as on_cpu
-from nmrun.fast.cpu.kernels import bf16, bitmaps, blocks, int8, products
+from nmrun.fast.cpu.kernels import bf16, blocks, int8, products
 from nmrun.fast.cpu.onednn import Bf16OneDNNLinear, DenseInt8Linear, OneDNNLinear
 from nmrun.fast.cpu.packed_convolution import (
     Bf16Convolution,
@@ -37,7 +38,7 @@ from nmrun.fast.cpu.packed_linear import (
     Int8Linear,
     PackedLinear,
 )
-from nmrun.fast.fused import fuse
+from nmrun.fast.fused import exact_ways, fusable, rough_ways
 from nmrun.fast.gpu import probe as on_gpu
 from nmrun.fast.gpu import semi_structured
 from nmrun.fast.gpu.linear import SemiStructuredLinear
@@ -45,16 +46,25 @@ from nmrun.fast.measurement import (
     BF16,
     BF16_BITMAP,
     BF16_BLOCKS,
-    DENSE,
     DENSE_BF16,
     DENSE_INT8,
+    DENSE_PATHS,
     FASTER,
     INT8,
     INT8_BLOCKS,
     ONEDNN,
     Choice,
 )
-from nmrun.fast.sites import ConvolutionSite, Site, devices, install, sites, watch
+from nmrun.fast.sites import (
+    ConvolutionSite,
+    Place,
+    Site,
+    devices,
+    install,
+    replace,
+    sites,
+    watch,
+)
 from nmrun.patterns import Pattern
 from nmrun.ranges import Check, check_values, number, plain
 from nmrun.sparsity.layers import check_module
@@ -62,8 +72,9 @@ from nmrun.sparsity.weight import LIVE
 
 SIZES = (*range(2, 17), 32, 64)  # M that are looked for
 TOLERANCE = 0.05  # of int8: normal operands are 0.01 off, outliers among the inputs make it more
-# makes the packed layer of a weight (outputs, inputs) and its bias
+# makes the layer of a weight (outputs, inputs) and its bias, or of a place
 Path = Callable[[Tensor, Tensor | None], nn.Module]
+Way = Callable[[], nn.Module]
 
 
 def deploy(
@@ -131,32 +142,15 @@ def deploy(
     by_module, reasons = sites(model)
     all_sites = [site for module_sites in by_module.values() for site in module_sites]
     model.eval()
-    choices, groups, notes = dict[str, Choice](), dict[Any, list[Site]](), dict[str, str]()
-    algorithms: dict[Any, str] = {}
     with torch.no_grad():
         watch(model, by_module, sample)
+        algorithms: dict[Any, str] = {}
         for site in all_sites:
-            reason, pattern = _try(site, compile, algorithms)
-            notes[site.name] = ""
-            if precision and site.tokens is not None:
-                sparse = pattern is not None
-                for near, note in (
-                    int8_layers(site, sparse, tolerance),
-                    _near(site, _below(site, sparse), tolerance),
-                ):
-                    notes[site.name] += f"; {note}" if note else ""
-                    site.candidates |= near
-            choices[site.name] = Choice(site.name, None, reason)
-            if site.candidates:
-                groups.setdefault((*site.timing_key, pattern, tuple(site.candidates)), []).append(
-                    site
-                )
-        for (*_, pattern, _), group in groups.items():
-            path, timing = _fastest(group, compile)
-            for site in group:
-                site.layer = None if path is None else site.candidates[path]
-                reason = f"{pattern or 'dense'}, {timing}{notes[site.name]}"
-                choices[site.name] = Choice(site.name, path, reason)
+            _find(site, compile, algorithms)
+            if precision and site.given:
+                try_int8(site, site.pattern is not None, tolerance)
+                site.notes += _try(site, _below(site), tolerance)
+        choices = _choose(all_sites, compile)
         for module, module_sites in by_module.items():
             if any(site.layer is not None for site in module_sites):
                 install(model, module, module_sites)
@@ -165,11 +159,20 @@ def deploy(
             for module in model.modules():
                 if isinstance(module, nn.Conv2d):  # what packed ones give it lies so already
                     module.weight.data = last(module.weight.data)
-        others = fuse(model, sample, tolerance if precision else None)
+        places = fusable(model, sample)
+        for first, *others_alike in _alike(places):
+            first.notes += _try(first, exact_ways(first))
+            first.notes += _try(first, rough_ways(first), tolerance) if precision else []
+            for place in others_alike:
+                place.notes, place.candidates = first.notes, copy.deepcopy(first.candidates)
+        others = _choose(places)
+        for place in places:
+            if place.layer is not None:
+                replace(model, place.module, place.layer)
     if compile:
         model.compile(mode="reduce-overhead" if "cuda" in devices(model) else None)
     dense = (Choice(name, None, reason) for name, reason in reasons.items())
-    return [*choices.values(), *dense, *others]
+    return [*choices, *dense, *(choice for choice in others if choice.reason)]
 
 
 PRECISION = Check(f"{INT8}, or None", lambda value: value in (None, INT8))
@@ -189,9 +192,9 @@ def _check(model: nn.Module, precision: str | None, tolerance: float) -> None:
         raise ConfigError(f"precision={INT8} is for CPUs; the model is on {min(elsewhere)}")
 
 
-def int8_layers(site: Site, sparse: bool, tolerance: float) -> tuple[dict[str, nn.Module], str]:
-    """The int8 layers of a linear site by their path, and how far off they are: those whose outputs
-    for the tokens seen there are near enough.
+def try_int8(site: Site, sparse: bool, tolerance: float) -> None:
+    """Make candidates of the int8 layers of a linear site whose outputs for the tokens seen there are
+    near enough, and note how far off they are.
 
     Args:
         site: one that has seen an input.
@@ -199,51 +202,66 @@ def int8_layers(site: Site, sparse: bool, tolerance: float) -> tuple[dict[str, n
         tolerance: the error's share of the outputs' norm.
     """
     ways: dict[str, Path] = {DENSE_INT8: DenseInt8Linear.of} if onednn.available_int8() else {}
-    return _near(site, ways | ({INT8: Int8Linear.of} if sparse else {}), tolerance)
+    site.notes += _try(site, _of(site, ways | ({INT8: Int8Linear.of} if sparse else {})), tolerance)
 
 
-def _near(
-    site: Site, ways: Mapping[str, Path], tolerance: float
-) -> tuple[dict[str, nn.Module], str]:
-    assert site.tokens is not None
-    bias = None if site.bias is None else site.bias.float()
-    near, notes = dict[str, nn.Module](), []
+def _try(place: Place, ways: Mapping[str, Way], tolerance: float | None = None) -> list[str]:
+    """Make candidates of the layers that are right: within rounding for inputs of all shapes, or, with a
+    tolerance, near enough for inputs of the sample. Returns what was found beside that."""
+    notes = []
     for name, make in ways.items():
         try:
-            layer = make(site.weight, site.bias)
-            exact = site.product(site.tokens.float(), site.weight.float(), bias)
-            near_enough, how = measurement.nearness(layer(site.tokens).float(), exact, tolerance)
+            layer = make()
+            right, note = _check_layer(place, layer, tolerance)
         except (*measurement.ERRORS, MemoryError) as error:
-            notes.append(f"{name}: {first_line(error)}")
-            continue
-        if near_enough:
-            near[name] = layer
-        notes.append(f"{name} {how}" if near_enough else f"{name}: {how}")
-    return near, "; ".join(notes)
+            right, note = False, first_line(error)
+        if right:
+            place.candidates[name] = layer
+        if note:
+            notes.append(f"{name} {note}" if right else f"{name}: {note}")
+    return notes
+
+
+def _check_layer(place: Place, layer: nn.Module, tolerance: float | None) -> tuple[bool, str]:
+    right, note = True, ""
+    for inputs in map(place.inputs, place.shapes) if tolerance is None else place.given.values():
+        expected = place.exact(*inputs)
+        if tolerance is None:
+            note = measurement.fault(partial(layer, *inputs), expected)
+            right = not note
+        else:
+            right, note = measurement.nearness(layer(*inputs).float(), expected, tolerance)
+        if not right:
+            break
+    return right, note
+
+
+def _of(site: Site, kinds: Mapping[str, Path]) -> dict[str, Way]:
+    return {name: partial(of, site.weight.contiguous(), site.bias) for name, of in kinds.items()}
 
 
 def _in_bf16(site: Site) -> dict[str, Path]:
     """The packed layers of bfloat16 for the weight of a linear site."""
-    if site.weight.device.type != "cpu" or bf16.KERNELS.obstacle():
+    if site.device.type != "cpu" or bf16.KERNELS.obstacle():
         return {}
     ways: dict[str, Path] = {BF16: Bf16Linear.of}
     if _has_blocks(site):
         ways[BF16_BLOCKS] = BlockLinear.of
-    if min(tokens for tokens, _ in site.shapes) <= blocks.PANEL and not bitmaps.obstacle():
+    if min(tokens for tokens, _ in site.shapes) <= blocks.PANEL and not blocks.bitmaps_obstacle():
         ways[BF16_BITMAP] = BitmapLinear.of
     return ways
 
 
-def _below(site: Site, sparse: bool) -> dict[str, Path]:
+def _below(site: Site) -> dict[str, Way]:
     """What int8 allows for beside its own layers: those of blocks, and of a float32 weight bfloat16."""
     low = site.dtype == torch.float32
     ways: dict[str, Path] = {}
     if low and torch.bfloat16 in onednn.dtypes():
         ways[DENSE_BF16] = Bf16OneDNNLinear
-    if sparse:
+    if site.pattern is not None:
         ways |= {INT8_BLOCKS: Int8BlockLinear.of} if _has_blocks(site) else {}
         ways |= _in_bf16(site) if low else {}
-    return ways
+    return _of(site, ways)
 
 
 def _has_blocks(site: Site) -> bool:
@@ -286,123 +304,128 @@ def paths(device: torch.device, dtype: torch.dtype, pattern: Pattern) -> dict[st
     return {name: partial(SemiStructuredLinear, path=name) for name in semi_structured.PATHS}
 
 
-def _of_convolution(site: ConvolutionSite) -> dict[str, Path]:
+def _of_convolution(site: ConvolutionSite, pattern: Pattern) -> dict[str, Way]:
     """As :func:`paths`, for a convolution."""
-
-    def of(kind: Any) -> Path:
-        return lambda weight, bias: kind.of(weight, site.window, bias)
-
-    if site.weight.device.type != "cpu":
+    if site.device.type != "cpu":
         raise ValueError("torch has no sparse convolution")
-    short = str(site.dtype).removeprefix("torch.")
-    if site.dtype not in products.DTYPES:
-        raise ValueError(f"{short}: packed convolutions are float32 or bfloat16")
-    if why := products.KERNELS.obstacle():
-        raise ValueError(why)
-    if site.dtype == torch.float32:
-        return {"packed": of(PackedConvolution)}
-    if why := bf16.KERNELS.obstacle():
-        raise ValueError(f"{short}: {why}")
-    ways = {BF16: of(Bf16Convolution)}
-    if site.window.positions == 1 and site.window.padding == (0, 0) and _has_blocks(site):
-        ways[BF16_BLOCKS] = of(BlockConvolution)
-    return ways
+    paths(site.device, site.weight.dtype, pattern)
+    kinds: dict[str, Any] = {"packed": PackedConvolution}
+    if site.dtype == torch.bfloat16:
+        if why := bf16.KERNELS.obstacle():
+            raise ValueError(f"bfloat16: {why}")
+        kinds = {BF16: Bf16Convolution}
+        if site.window.positions == 1 and site.window.padding == (0, 0) and _has_blocks(site):
+            kinds[BF16_BLOCKS] = BlockConvolution
+    weight = site.weight.contiguous()
+    return {n: partial(kind.of, weight, site.window, site.bias) for n, kind in kinds.items()}
 
 
-def _dense(site: Site) -> dict[str, Path]:
+def _dense(site: Site) -> dict[str, Way]:
     """As :func:`paths`, for what stays dense."""
-    if isinstance(site, ConvolutionSite) or site.weight.device.type != "cpu":
+    if isinstance(site, ConvolutionSite) or site.device.type != "cpu":
         return {}
     worth = site.weight.numel() * max(tokens for tokens, _ in site.shapes) >= on_cpu.SMALLEST
     if site.dtype not in onednn.dtypes() or not worth:
         return {}
-    return {ONEDNN: lambda _, bias: OneDNNLinear(site.weight, bias)}
+    return {ONEDNN: partial(OneDNNLinear, site.weight, site.bias)}
 
 
-def _try(site: Site, graph: bool, algorithms: dict[Any, str]) -> tuple[str, Pattern | None]:
-    """What speaks against packing a weight, and its pattern; its right candidates at the site.
-    ``algorithms`` are those of weights alike, which are looked for once."""
+def _find(site: Site, graph: bool, algorithms: dict[Any, str]) -> None:
+    """Find the kind of a weight and its right candidates, or note why there are none. ``algorithms`` are
+    those of weights alike, which are looked for once."""
     if site.dtype is None:
-        return "the sample does not call it as a layer", None
+        site.notes = ["the sample does not call it as a layer"]
+        return
     if site.weight.dtype != site.dtype:
-        return f"its weight is {site.weight.dtype}, its input {site.dtype}", None
-    ways, pattern = _dense(site), pattern_of(site.rows)
-    wrong = [] if pattern else ["its weight is not N:M"]
+        site.notes = [f"its weight is {site.weight.dtype}, its input {site.dtype}"]
+        return
+    ways, site.pattern = _dense(site), pattern_of(site.rows)
     try:
         if isinstance(site, ConvolutionSite):
-            ways |= _of_convolution(site) if pattern else {}
-        elif pattern:
-            ways |= paths(site.weight.device, site.dtype, pattern)
+            ways |= _of_convolution(site, site.pattern) if site.pattern else {}
+        elif site.pattern:
+            kinds = paths(site.device, site.dtype, site.pattern)
             if site.dtype == torch.bfloat16:
-                ways |= _in_bf16(site)
+                kinds |= _in_bf16(site)
+            for name, make in _of(site, kinds).items():
+                ways[name] = partial(_with_algorithm, site, name, make, graph, algorithms)
     except ValueError as error:
-        wrong.append(str(error))
-    for name, make in ways.items():
-        try:
-            layer = make(site.weight.contiguous(), site.bias)
-            if isinstance(layer, SemiStructuredLinear):
-                key = *site.timing_key, site.bias is None, name
-                if key not in algorithms:
-                    (common, _), *_ = site.shapes.most_common(1)
-                    layer.choose(_input(site, common), site.weight, graph)
-                layer.path = algorithms.setdefault(key, layer.path)
-            problem = next(filter(None, (_fault(site, layer, shape) for shape in site.shapes)), "")
-        except (*measurement.ERRORS, MemoryError) as error:
-            problem = first_line(error)
-        if problem:
-            wrong.append(f"{name}: {problem}")
-        else:
-            site.candidates[name] = layer
-    return "; ".join(wrong), pattern
+        site.notes = [str(error)]
+    site.notes += _try(site, ways)
+    if not (site.pattern or site.candidates):
+        site.notes.insert(0, "its weight is not N:M")
 
 
-def _fault(site: Site, layer: nn.Module, shape: tuple[int, ...]) -> str:
-    """What is wrong with a layer, empty if nothing is."""
-    x = _input(site, shape)
-    bias = None if site.bias is None else site.bias.float()
-    return measurement.fault(partial(layer, x), site.product(x.float(), site.weight.float(), bias))
+def _with_algorithm(
+    site: Site, name: str, make: Way, graph: bool, algorithms: dict[Any, str]
+) -> nn.Module:
+    layer = make()
+    if isinstance(layer, SemiStructuredLinear):
+        key = site.weight.shape, site.device, site.dtype, *site.shapes, site.bias is None, name
+        if key not in algorithms:
+            (common, _), *_ = site.shapes.most_common(1)
+            layer.choose(site.inputs(common)[0], site.weight, graph)
+        layer.path = algorithms.setdefault(key, layer.path)
+    return layer
 
 
-def _fastest(group: Sequence[Site], graph: bool) -> tuple[str | None, str]:
-    """The path that does all that the sample brought in the least time, None for dense, and the
+def _choose(places: Sequence[Place], graph: bool = False) -> list[Choice]:
+    """Set the layer of each place that one is faster at, and say why."""
+    choices = dict[str, Choice]()
+    for group in _alike(places):
+        path, timing = _fastest(group, graph) if group[0].candidates else (None, "")
+        for place in group:
+            place.layer = None if path is None else place.candidates[path]
+            reason, is_weight = (
+                "; ".join(filter(None, (timing, *place.notes))),
+                isinstance(place, Site),
+            )
+            choices[place.name] = Choice(place.name, path, reason, always_dense=not is_weight)
+    return [choices[place.name] for place in places]
+
+
+def _alike(places: Sequence[Place]) -> list[list[Place]]:
+    """Places in groups that share their times."""
+    groups = defaultdict[Any, list[Place]](list)
+    for place in places:
+        groups[place.timing_key].append(place)
+    return [*groups.values()]
+
+
+def _fastest(group: Sequence[Place], graph: bool) -> tuple[str | None, str]:
+    """The path that does all that the sample brought in the least time, None for what is there, and the
     times of the commonest call."""
-    site = group[0]
     total, timing = times(group, graph)
-    best = min(site.candidates, key=lambda name: total[name])
-    # packed has to beat all that is dense, a dense candidate what torch calls, by more than noise
-    candidate = best in DENSE
-    rivals = [name for name in total if name not in site.candidates]
-    rivals += [] if candidate else [name for name in total if name in DENSE]
+    candidates = group[0].candidates
+    best = min(candidates, key=lambda name: total[name])
+    # packed has to beat all that is dense, any other what torch calls, by more than noise
+    packed = isinstance(group[0], Site) and best not in DENSE_PATHS
+    rivals = [n for n in total if n not in candidates or (packed and n in DENSE_PATHS)]
     ratio = min(total[name] for name in rivals) / total[best]
-    return (best if ratio > (1 / FASTER if candidate else 1) else None), f"{timing} ({ratio:.2f}x)"
+    return (best if ratio > (1 if packed else 1 / FASTER) else None), f"{timing} ({ratio:.2f}x)"
 
 
-def times(group: Sequence[Site], graph: bool = False) -> tuple[dict[str, float], str]:
+def times(group: Sequence[Place], graph: bool = False) -> tuple[dict[str, float], str]:
     """The milliseconds that each way takes for all calls of the sample, and in words those of the
     commonest call. Weights alike take turns, since in the model, too, others come in between and a
     weight may have left the caches.
     """
-    site, total, timing = group[0], defaultdict[str, float](float), ""
-    (common, _), *_ = site.shapes.most_common(1)
-    for shape, count in site.shapes.items():
-        ways = [s.ways(_input(s, shape)) for s in group]
+    place, total, timing = group[0], defaultdict[str, float](float), ""
+    (common, _), *_ = place.shapes.most_common(1)
+    for shape, count in place.shapes.items():
+        ways = [each.ways(*each.inputs(shape)) for each in group]
         durations = milliseconds(
-            {name: [each[name] for each in ways] for name in ways[0]}, site.weight.device, graph
+            {name: [way[name] for way in ways] for name in ways[0]},
+            place.device,
+            graph,
         )
         for name, ms in durations.items():
             total[name] += ms * count
         if shape == common:
-            calls = "" if len(site.shapes) == 1 else f", one of {site.shapes.total()} calls"
+            calls = "" if len(place.shapes) == 1 else f", one of {place.shapes.total()} calls"
             listed = ", ".join(f"{name} {ms:.3g} ms" for name, ms in durations.items())
-            timing = f"{site.about(common)}{calls}: {listed}"
+            timing = f"{place.about(common)}{calls}: {listed}"
     return total, timing
-
-
-def _input(site: Site, shape: tuple[int, ...]) -> Tensor:
-    # drawn where it is needed: on a CPU the inputs of a large network take minutes
-    device = site.weight.device
-    generator = torch.Generator(device).manual_seed(0)
-    return torch.randn(shape, generator=generator, device=device).to(site.weight.dtype)
 
 
 def milliseconds(

@@ -1,5 +1,6 @@
-"""What is no product with a weight: attention and GELU by nmrun's kernels on the CPU, where they are
-right and faster.
+"""What is no product with a weight: attention and GELU on the CPU by ``nm_attention.c`` and ``nm_gelu.c``,
+for processors with AVX-512, where they are right and faster. Sums, softmax and GELU are float32. The
+bits of a query's result depend on nothing but the operands.
 
 Under ``torch.compile`` and tracers, where gradients are wanted and for what the kernels do not take, these
 layers compute as torch does.
@@ -7,9 +8,9 @@ layers compute as torch does.
 
 from __future__ import annotations
 
-import copy
-from collections import Counter
-from collections.abc import Callable, Sequence
+import ctypes
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,16 +19,81 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nmrun.fast import measurement
-from nmrun.fast.cpu import probe
-from nmrun.fast.cpu.kernels import bf16, fused
-from nmrun.fast.measurement import FASTER, Choice
-from nmrun.fast.sites import compute, devices, places
+from nmrun.fast.cpu.kernels import bf16
+from nmrun.fast.sites import Place, compute, devices
+from nmrun.kernels.compiler import BEGIN, END, SAME_BITS, CFunctions, in_parts
 from nmrun.kernels.layout import has_memory
 from nmrun.sparsity.layers import forward_class, is_touched
 
 FUSED, FUSED_BF16 = "fused", "fused bf16"
-TORCH = "torch"
 FEW = 4  # queries: for fewer, laying out the keys takes longer than the products
+DTYPES = torch.float32, torch.bfloat16
+LINE = 64  # numbers of a result: threads write lines of their own
+WORTH = 64  # multiplications that cost as much as a weight in another pass, see in_parts
+KERNELS = CFunctions(
+    "attention and GELU",
+    ("nm_scratch", "nm_vectors", "nm_numbers", "nm_attention", "nm_gelu"),
+    (*SAME_BITS, "-Wno-psabi"),
+    bf16.__package__,
+    {"nm_attention": "pnn", "nm_gelu": "pp" + "n" * 4},
+    needs="AVX-512",
+)
+
+
+class _Attention(ctypes.Structure):  # as in nm_attention.c
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "mask", "out")),
+        *((name, ctypes.c_int64) for name in ("heads", "queries", "keys", "width", "values")),
+        *((name, ctypes.c_int64 * 3) for name in ("q_apart", "k_apart", "v_apart", "mask_apart")),
+        *((name, ctypes.c_int64) for name in ("low", "short_words")),
+        ("scale", ctypes.c_double),
+    )
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, low: bool = False
+) -> Tensor:
+    """As :func:`torch.nn.functional.scaled_dot_product_attention`, for inference.
+
+    Args:
+        q, k, v: (batch, heads, tokens, width), all float32 or all bfloat16.
+        mask: numbers that are added to the scores; of a shape that expands to (batch, heads, queries,
+            keys).
+        low: operands of the products are rounded to bfloat16 where the processor multiplies it;
+            those in bfloat16 always are.
+
+    Returns:
+        (batch, heads, queries, width), whose memory is (batch, queries, heads, width).
+    """
+    library = KERNELS.load()
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    batch, heads, queries, width = q.shape
+    keys = k.shape[2]
+    out = q.new_empty(batch, queries, heads, v.shape[3])
+    about = _Attention(q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, out.data_ptr())
+    about.heads, about.queries, about.keys, about.width, about.values = (
+        heads, queries, keys, width, v.shape[3],
+    )  # fmt: skip
+    about.q_apart[:], about.k_apart[:], about.v_apart[:] = (t.stride()[:3] for t in (q, k, v))
+    if mask is not None:
+        mask = mask.float().expand(batch, heads, queries, keys)
+        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+        about.mask, about.mask_apart[:] = mask.data_ptr(), mask.stride()[:3]
+    about.low = q.dtype == torch.bfloat16
+    about.short_words = low or about.low
+    about.scale = 1 / math.sqrt(width)
+    work = 2 * q.numel() * keys // WORTH
+    in_parts(library.nm_attention, (ctypes.addressof(about), BEGIN, END), batch * heads, work)
+    return out.transpose(1, 2)
+
+
+def gelu(x: Tensor, tanh: bool = False) -> Tensor:
+    """As :func:`torch.nn.functional.gelu`, or its approximation by ``tanh``; x is float32 or bfloat16."""
+    x = x.contiguous()
+    out, low, size = torch.empty_like(x), x.dtype == torch.bfloat16, x.numel()
+    operands = (x.data_ptr(), out.data_ptr(), int(tanh), int(low), BEGIN, END)
+    in_parts(KERNELS.load().nm_gelu, operands, size, size, LINE)
+    return out
 
 
 class FusedAttention(nn.Module):
@@ -42,10 +108,10 @@ class FusedAttention(nn.Module):
         self.low = low
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """As :class:`~nmrun.fast.attention.MaskedAttention`."""
+        """As :class:`~nmrun.fast.sites.MaskedAttention`."""
         if q.dim() != 4 or q.shape[2] < FEW or not _supports(q, k, v, mask=mask):
             return F.scaled_dot_product_attention(q, k, v, mask)
-        return fused.attention(q, k, v, mask, low=self.low)
+        return attention(q, k, v, mask, low=self.low)
 
     def extra_repr(self) -> str:
         return f"low={self.low}"
@@ -66,7 +132,7 @@ class FusedGELU(nn.Module):
         """As :func:`torch.nn.functional.gelu`."""
         if not _supports(input):
             return F.gelu(input, approximate="tanh" if self.tanh else "none")
-        return fused.gelu(input, self.tanh)
+        return gelu(input, self.tanh)
 
     def extra_repr(self) -> str:
         return f"tanh={self.tanh}"
@@ -75,7 +141,7 @@ class FusedGELU(nn.Module):
 def _supports(*tensors: Tensor, mask: Tensor | None = None) -> bool:
     """Whether kernels take them, with a mask of any dtype."""
     dtypes = {t.dtype for t in tensors}
-    if len(dtypes) > 1 or not dtypes <= {*fused.DTYPES} or not all(map(has_memory, tensors)):
+    if len(dtypes) > 1 or not dtypes <= {*DTYPES} or not all(map(has_memory, tensors)):
         return False
     given = tensors if mask is None else (*tensors, mask)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
@@ -83,7 +149,7 @@ def _supports(*tensors: Tensor, mask: Tensor | None = None) -> bool:
     return all(t.device.type == "cpu" and t.numel() for t in tensors)
 
 
-ATTENTION = "nmrun.fast.attention.MaskedAttention"
+ATTENTION = "nmrun.fast.sites.MaskedAttention"
 # GELUs by the class whose `forward` they have: whether a layer is the approximation by tanh
 GELUS: dict[str, Callable[[Any], bool]] = {
     "torch.nn.modules.activation.GELU": lambda module: module.approximate == "tanh",
@@ -93,103 +159,38 @@ GELUS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _ways(module: nn.Module, x: Tensor, low: bool) -> dict[str, nn.Module]:
-    """What may take a layer's place for an input; ``low``: as int8 is allowed, so is bfloat16."""
-    if fused.KERNELS.obstacle():
+Ways = dict[str, Callable[[], nn.Module]]
+
+
+def exact_ways(place: Place) -> Ways:
+    """Layers that compute within rounding what an attention or GELU does."""
+    if KERNELS.obstacle():
         return {}
-    kind = _kind(module)
-    if kind in GELUS:
-        return {FUSED: FusedGELU(GELUS[kind](module))}
-    ways: dict[str, nn.Module] = {FUSED: FusedAttention()}
-    if low and x.dtype == torch.float32 and not bf16.KERNELS.obstacle():
-        ways[FUSED_BF16] = FusedAttention(low=True)
-    return ways
+    tanh = GELUS.get(_kind(place.module))
+    return {FUSED: FusedAttention if tanh is None else partial(FusedGELU, tanh(place.module))}
 
 
-def fuse(model: nn.Module, sample: Any, tolerance: float | None) -> list[Choice]:
-    """Put the faster layers in the place of a deployed model's, see :func:`nmrun.deploy`.
-
-    Args:
-        tolerance: how far off attention may be in bfloat16, as a share of the outputs' norm; None
-            leaves it in the model's own precision.
-    """
-    if devices(model) - {"cpu"}:
-        return []
-    names = {m: name for name, m in model.named_modules() if _kind(m) and name}
-    calls: dict[nn.Module, Counter[Any]] = {module: Counter() for module in names}
-    inputs: dict[Any, tuple[Tensor, ...]] = {}
-
-    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = tuple(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
-        shapes = repr(module), *((t.shape, t.dtype) for t in tensors)
-        calls[module][shapes] += 1
-        if shapes not in inputs:
-            inputs[shapes] = tuple(t.detach().clone() for t in tensors)
-
-    hooks = [module.register_forward_pre_hook(look, with_kwargs=True) for module in names]
-    measurement.watched(hooks, partial(compute, model, sample))
-    groups: dict[Any, list[nn.Module]] = {}
-    for module, counts in calls.items():
-        if counts:
-            groups.setdefault(tuple(counts.items()), []).append(module)
-    choices = []
-    for counts, group in groups.items():
-        sizes = [(inputs[shapes], count) for shapes, count in counts]
-        path, layer, reason = _fastest(group[0], sizes, tolerance)
-        for module in group:
-            if path:
-                for parent, name in list(places(model, module)):
-                    parent._modules[name] = copy.deepcopy(layer).eval()
-            if reason:
-                choices.append(Choice(names[module], path, reason, always_dense=True))
-    return choices
+def rough_ways(place: Place) -> Ways:
+    """And those in bfloat16, of attention in float32."""
+    floats = all(shape[0][1] == torch.float32 for shape in place.shapes)
+    obstacle = KERNELS.obstacle() or bf16.KERNELS.obstacle()
+    if _kind(place.module) != ATTENTION or not floats or obstacle:
+        return {}
+    return {FUSED_BF16: partial(FusedAttention, low=True)}
 
 
 def _kind(module: nn.Module) -> str:
-    """The class that :func:`_ways` knows a layer by; empty for any other layer."""
+    """The class that a layer is known by; empty for any other layer."""
     kind = forward_class(module)
     name = f"{kind.__module__}.{kind.__qualname__}"
     return name if name in (ATTENTION, *GELUS) and not is_touched(module) else ""
 
 
-def _fastest(
-    module: nn.Module, sizes: Sequence[tuple[tuple[Tensor, ...], int]], tolerance: float | None
-) -> tuple[str | None, nn.Module, str]:
-    """Find a layer that computes the same as a module in less time. ``sizes`` are inputs, each with
-    how often it occurs. Returns the path and the layer, or None and the module itself if none is
-    right and faster; and the reason, with the times of the commonest size."""
-    first, _ = max(sizes, key=lambda size: size[1])
-    ways, wrong = _ways(module, first[0], tolerance is not None), []
-    for name, layer in list(ways.items()):
-        limit = tolerance if name == FUSED_BF16 else None
-        faults = (_fault(module, layer, inputs, limit) for inputs, _ in sizes)
-        if fault := next(filter(None, faults), ""):
-            wrong.append(f"{name}: {fault}")
-            del ways[name]
-    if not ways:
-        return None, module, "; ".join(wrong)
-    arms = {TORCH: module} | ways
-    total, timing = dict.fromkeys(arms, 0.0), ""
-    for inputs, count in sizes:
-        durations = probe.side_by_side(*(partial(arm, *inputs) for arm in arms.values()))
-        for name, ms in zip(arms, durations, strict=True):
-            total[name] += ms * count
-        if inputs is first:
-            listed = ", ".join(f"{n} {ms:.3g} ms" for n, ms in zip(arms, durations, strict=True))
-            timing = f"{' x '.join(map(str, first[0].shape))}: {listed}"
-    best = min(ways, key=lambda name: total[name])
-    ratio = total[TORCH] / total[best]
-    path = best if ratio > 1 / FASTER else None
-    return path, arms[path or TORCH], "; ".join([f"{timing} ({ratio:.2f}x)", *wrong])
-
-
-def _fault(
-    module: nn.Module, layer: nn.Module, inputs: Sequence[Tensor], limit: float | None
-) -> str:
-    """What is wrong with a layer in the place of a module, empty if nothing is; ``limit``: how far
-    off it may be, None for within rounding."""
-    expected = module(*(t.float() for t in inputs))
-    if limit is None:
-        return measurement.fault(partial(layer, *inputs), expected)
-    near, how = measurement.nearness(layer(*inputs), expected, limit)
-    return "" if near else how
+def fusable(model: nn.Module, sample: Any) -> list[Place]:
+    """The attentions and GELUs of a deployed model on a CPU that the sample calls."""
+    if devices(model) - {"cpu"}:
+        return []
+    places = [Place(name, m) for name, m in model.named_modules() if name and _kind(m)]
+    hooks = [p.module.register_forward_pre_hook(p.see, with_kwargs=True) for p in places]
+    measurement.watched(hooks, partial(compute, model, sample))
+    return [place for place in places if place.shapes]

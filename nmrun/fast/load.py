@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from nmrun.errors import refused
 from nmrun.fast import packed
-from nmrun.fast.cpu import onednn, packed_convolution
-from nmrun.fast.cpu.kernels import bf16, blocks, int8, products, tiles
+from nmrun.fast.cpu import onednn
+from nmrun.fast.cpu.convolution import by_taps
+from nmrun.fast.cpu.kernels import bf16, blocks, int8, products
+from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
+from nmrun.fast.cpu.kernels.blocks import BlockMatrix
+from nmrun.fast.cpu.kernels.int8 import Int8Matrix
+from nmrun.fast.cpu.kernels.products import PackedMatrix
+from nmrun.fast.cpu.kernels.tiles import TiledMatrix
 from nmrun.fast.cpu.onednn import DenseInt8Linear
 from nmrun.fast.cpu.packed_convolution import PackedConvolution
 from nmrun.fast.cpu.packed_linear import Bf16Linear, BlockLinear, Int8Linear, PackedLinear
@@ -23,15 +29,15 @@ from nmrun.fast.sites import KEY_VALUE, ConvolutionSite, Site, install, sites
 from nmrun.sparsity.layers import check_module
 
 Model = TypeVar("Model", bound=nn.Module)
+Maker = Callable[[Tensor | None], nn.Module]  # of a layer from its bias
 
 
 def load_packed(path: Path | str, model: Model) -> Model:
     """Load a file of ``nmrun export RUN --format packed`` into packed layers, in place, for inference
     on the CPU.
 
-    Linear layers that the file holds packed become packed layers, without a dense copy in between.
-    So do convolutions of a float32 model; their dense weights are in memory one at a time. Other
-    weights are unpacked. Nothing is measured: to keep a layer dense where dense is faster, as
+    Linear layers that the file holds packed become packed layers, and so do convolutions of a float32
+    model; dense weights are in memory one at a time. Other weights are unpacked. Nothing is measured: to keep a layer dense where dense is faster, as
     convolutions of a few images are, load dense weights (:func:`nmrun.fast.packed.load`) and call
     :func:`nmrun.deploy`.
 
@@ -97,66 +103,46 @@ def _same_model(model: nn.Module, shapes: dict[str, list[int]]) -> None:
             )
 
 
-def _layers(
-    model: nn.Module, tensors: dict[str, Tensor], lines: list[Line]
-) -> dict[str, Callable[[Tensor | None], nn.Module]]:
+def _layers(model: nn.Module, tensors: dict[str, Tensor], lines: list[Line]) -> dict[str, Maker]:
     """What makes the packed layers of the model from their biases, by the name of the site."""
     by_name = {line.name: line for line in lines}
-    builders: dict[str, Callable[[Tensor | None], nn.Module]] = {}
-    for module_sites in sites(model)[0].values():
-        for site in module_sites:
-            line = by_name.get(_stored(site.name))
-            if line is None:
-                continue
-            if not isinstance(site, ConvolutionSite):
-                builders[site.name] = _linear(site, line, tensors)
-            elif (weight := _convolution(site, line, tensors)).dtype == torch.float32:
-                matrix = packed_convolution.packed(weight)
-                builders[site.name] = partial(PackedConvolution, matrix, site.window)
-    return builders
+    makers: dict[str, Maker] = {}
+    for site in (site for group in sites(model)[0].values() for site in group):
+        if (line := by_name.get(_stored(site.name))) is not None:
+            make = _convolution if isinstance(site, ConvolutionSite) else _linear
+            if (maker := make(site, line, tensors)) is not None:
+                makers[site.name] = maker
+    return makers
 
 
-def _convolution(site: Site, line: Line, tensors: dict[str, Tensor]) -> Tensor:
+def _convolution(site: Any, line: Line, tensors: dict[str, Tensor]) -> Maker | None:
     weight = line.dense(tensors)
-    return weight if site.weight.is_meta else weight.to(site.weight.dtype)
+    if (weight.dtype if site.weight.is_meta else site.weight.dtype) != torch.float32:
+        return None
+    matrix = PackedMatrix.packed(by_taps(weight.float()), site.window.positions)
+    return partial(PackedConvolution, matrix, site.window)
+
+
+def _linear(site: Site, line: Line, tensors: dict[str, Tensor]) -> Maker:
+    rows = slice(line.shape[0] - len(site.weight), None)
+    rows = rows if site.name.endswith(KEY_VALUE) else slice(len(site.weight))
+    weight, scales = line.unpacked(tensors).movedim(line.dim, -1)[rows], line.scales(tensors)
+    if scales is not None:
+        if line.layer == DENSE_INT8 and onednn.available_int8():
+            return partial(DenseInt8Linear, weight.contiguous(), scales[rows].clone())
+        return partial(Int8Linear, Int8Matrix.of_rounded(weight, scales[rows]))
+    weight = weight if site.weight.is_meta else weight.to(site.weight.dtype)
+    if weight.dtype not in products.DTYPES:
+        raise ValueError(f"{line.name} is {weight.dtype}: packed layers are float32 or bfloat16")
+    if weight.dtype == torch.float32 or bf16.KERNELS.obstacle():
+        return partial(PackedLinear, TiledMatrix.packed(weight))
+    # AMX is the faster for any number of tokens, without it few tokens are slower in blocks
+    height = None if blocks.tiles_obstacle() else blocks.height_of(weight != 0)
+    if height is not None:
+        return partial(BlockLinear, BlockMatrix.packed(weight, height=height))
+    return partial(Bf16Linear, Bf16Matrix.packed(weight))
 
 
 def _stored(name: str) -> str:
     """The weight that a site is a part of."""
     return name.partition("[")[0]
-
-
-def _linear(
-    site: Site, line: Line, tensors: dict[str, Tensor]
-) -> Callable[[Tensor | None], nn.Module]:
-    values, places = line.parts(tensors)
-    scales = line.scales(tensors)
-    rows, columns = site.weight.shape
-    per_row = -(-columns // line.pattern.m)
-    first = line.shape[0] - rows if site.name.endswith(KEY_VALUE) else 0
-    group, slot = (values != 0).nonzero(as_tuple=True)
-    offset = packed.positions(places, len(values), line.pattern)[group, slot]
-    row, column = group // per_row - first, group % per_row * line.pattern.m + offset
-    inside = (row >= 0) & (row < rows)
-    value, row, column = values[group, slot][inside], row[inside], column[inside]
-    if bool((column >= columns).any()):
-        raise ValueError(f"{line.name}: a value behind the last column")
-    if scales is not None:
-        row_scales = scales[first : first + rows]
-        if line.layer == DENSE_INT8 and onednn.available_int8():
-            weight = torch.zeros(rows, columns, dtype=torch.int8)
-            weight[row, column] = value
-            return partial(DenseInt8Linear, weight, row_scales.clone())
-        return partial(Int8Linear, int8.pack(row, column, value, row_scales, rows, columns))
-    value = value if site.weight.is_meta else value.to(site.weight.dtype)
-    if value.dtype not in products.DTYPES:
-        raise ValueError(f"{line.name} is {value.dtype}: packed layers are float32 or bfloat16")
-    if value.dtype == torch.bfloat16 and not bf16.KERNELS.obstacle():
-        weight = value.new_zeros(rows, columns)
-        weight[row, column] = value
-        # AMX is the faster for any number of tokens, without it few tokens are slower in blocks
-        height = None if blocks.tiles_obstacle() else blocks.height_of(weight != 0)
-        if height is not None:
-            return partial(BlockLinear, blocks.packed(weight, height))
-        return partial(Bf16Linear, bf16.packed(weight))
-    return partial(PackedLinear, tiles.pack(row, column, value, rows, columns))

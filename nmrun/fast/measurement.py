@@ -32,7 +32,7 @@ INT8 = "int8"  # of packed ones in int8
 INT8_BLOCKS = "int8 blocks"  # of V:N:M ones in int8
 DENSE_INT8 = "dense int8"  # of dense products in int8
 DENSE_BF16 = "dense bf16"  # and in bfloat16 where the weights are float32
-DENSE = ONEDNN, DENSE_INT8, DENSE_BF16  # the paths that multiply all weights
+DENSE_PATHS = ONEDNN, DENSE_INT8, DENSE_BF16  # the paths that multiply all weights
 # of another path's time: what is closer than that differs from trial to trial
 FASTER = 0.97
 NO_MEMORY = "not enough memory is free to try it"
@@ -129,26 +129,29 @@ def agreed(
     return ranks.from_leader(measure() if ranks.leads() else {})
 
 
+def _records(file: str) -> dict[str, Any]:
+    """What a file of the cache has; nothing of one that is damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads((cache_folder() / file).read_text()))
+    return {}
+
+
 def recall(file: str, machine: str, shape: str, paths: Collection[str]) -> dict[str, Times] | None:
     """The times of ``paths`` for a shape on this machine, if a file of the cache has just those."""
-    # a file of another version, or damaged
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        record = json.loads((cache_folder() / file).read_text())[machine][shape]
+    # a file of another version
+    with contextlib.suppress(TypeError, KeyError, AttributeError):
+        record = _records(file)[machine][shape]
         if set(paths) == set(record):
-            return {name: Times(**times) for name, times in record.items()}
+            return from_data({shape: record})[shape]
     return None
 
 
 def remember(file: str, machine: str, shape: str, by_path: Mapping[str, Times]) -> None:
     """Keep times for :func:`recall`."""
-    path, records = cache_folder() / file, dict[str, Any]()
-    with contextlib.suppress(OSError, ValueError):
-        records = json.loads(path.read_text())
-    records.setdefault(machine, {})[shape] = {
-        name: asdict(times) for name, times in by_path.items()
-    }
+    records = _records(file)
+    records.setdefault(machine, {}).update(as_data({shape: by_path}))
     with contextlib.suppress(OSError):  # next time it is measured again
-        atomic.write(path, json.dumps(records, indent=1), shared=True)
+        atomic.write(cache_folder() / file, json.dumps(records, indent=1), shared=True)
 
 
 def as_data(times: Mapping[str, Mapping[str, Times]]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -194,7 +197,7 @@ class Choice:
     @property
     def is_sparse(self) -> bool:
         """Whether the layer is computed with its kept weights alone."""
-        return not self.always_dense and self.path not in (None, *DENSE)
+        return not self.always_dense and self.path not in (None, *DENSE_PATHS)
 
 
 def fault(call: Callable[[], Tensor], expected: Tensor) -> str:

@@ -86,9 +86,13 @@ class Line:
         """What the rows of an int8 weight are multiplied with; None for any other."""
         return tensors.get(f"{self.name}.scales")
 
+    def unpacked(self, tensors: dict[str, Tensor]) -> Tensor:
+        """Its weight with the zeros as it is stored, from the file's tensors."""
+        return unpack(*self.parts(tensors), self.pattern, self.dim, self.shape)
+
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:
-        """Its weight with the zeros, float32 of an int8 one, from the file's tensors."""
-        weight = unpack(*self.parts(tensors), self.pattern, self.dim, self.shape)
+        """The same, float32 of an int8 one."""
+        weight = self.unpacked(tensors)
         scales = self.scales(tensors)
         return weight if scales is None else scaled(weight, scales, self.dim)
 

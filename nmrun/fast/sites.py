@@ -1,11 +1,12 @@
 """Where a model multiplies with a weight that a packed layer could hold, and with which inputs. How
-the packed layer takes its place.
+the packed layer takes its place, that of ``nn.MultiheadAttention`` with a layer for each of its weights.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
-from nmrun.fast.attention import PackedAttention
 from nmrun.fast.cpu.convolution import window_of
 from nmrun.fast.cpu.kernels.convolution import Window
 from nmrun.fast.measurement import first_input, watched
+from nmrun.patterns import Pattern
 from nmrun.products.attention import slow_path
 from nmrun.products.simulation import compute_dtype
 from nmrun.sparsity.layers import forward_class, is_embedding, is_touched
@@ -28,27 +29,85 @@ MOST_TOKENS = 128  # tokens that are kept, evenly far apart
 
 
 @dataclass
-class Site:
-    """One weight as a linear layer.
+class Place:
+    """A layer whose place another that computes the same may take.
 
     Attributes:
-        name: the weight's name in the model.
-        weight, bias: (outputs, inputs), and (outputs,) or None: views of the model's own.
-        shapes: how many inputs had each shape; a linear layer's shape is (tokens, inputs).
-        dtype: the dtype of its product.
-        tokens: of a linear layer up to MOST_TOKENS tokens of its first input; None before that.
+        name: of the layer, or its weight, in the model.
+        module: the layer.
+        shapes: how many inputs had each shape.
+        given: the first inputs of each shape.
         candidates: layers that compute the same, by the name of their product.
-        layer: the candidate that will replace it; None to leave it dense.
+        notes: what was found of them, beside the times.
+        layer: the candidate that will replace it; None to leave it as it is.
     """
 
     name: str
+    module: Any = None
+    shapes: Counter[Any] = field(default_factory=Counter, kw_only=True)
+    given: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict, kw_only=True)
+    candidates: dict[str, nn.Module] = field(default_factory=dict, kw_only=True)
+    notes: list[str] = field(default_factory=list, kw_only=True)
+    layer: nn.Module | None = field(default=None, kw_only=True)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return torch.device("cpu")
+
+    @property
+    def timing_key(self) -> tuple[Any, ...]:
+        """What the times depend on."""
+        return repr(self.module), *self.candidates, *self.shapes.items()
+
+    def inputs(self, shape: Any) -> tuple[Tensor, ...]:
+        """Inputs of a shape, to be timed and compared with."""
+        return self.given[shape]
+
+    def exact(self, *inputs: Tensor) -> Tensor:
+        """What is computed there, in float32."""
+        result: Tensor = self.module(*(t.float() for t in inputs))
+        return result
+
+    def ways(self, *inputs: Tensor) -> dict[str, Callable[[], Tensor]]:
+        """What computes it for inputs: what is there first, then the candidates."""
+        arms = {"torch": self.module} | self.candidates
+        return {name: partial(arm, *inputs) for name, arm in arms.items()}
+
+    def see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note a call, as a hook."""
+        tensors = tuple(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+        shapes = tuple((t.shape, t.dtype) for t in tensors)
+        self.shapes[shapes] += 1
+        if shapes not in self.given:
+            self.given[shapes] = tuple(t.detach().clone() for t in tensors)
+
+    def about(self, shape: Any) -> str:
+        """An input of this shape in words."""
+        return " x ".join(map(str, shape[0][0]))
+
+
+@dataclass
+class Site(Place):
+    """One weight as a linear layer.
+
+    Attributes:
+        weight, bias: (outputs, inputs), and (outputs,) or None: views of the model's own.
+        shapes: of the inputs, (tokens, inputs).
+        given: up to MOST_TOKENS tokens of the first input of a linear layer.
+        pattern: of the weight, None for a dense one.
+        dtype: the dtype of its product, None where it is not called.
+    """
+
+    module: None = field(default=None, init=False)
     weight: Tensor
     bias: Tensor | None
-    shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    pattern: Pattern | None = None
     dtype: torch.dtype | None = None
-    tokens: Tensor | None = None
-    candidates: dict[str, nn.Module] = field(default_factory=dict)
-    layer: nn.Module | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
 
     @property
     def rows(self) -> Tensor:
@@ -57,30 +116,40 @@ class Site:
 
     @property
     def timing_key(self) -> tuple[Any, ...]:
-        """What the times of a weight depend on, beside its pattern."""
-        return self.weight.shape, self.weight.device, self.dtype, tuple(self.shapes.items())
+        about = self.weight.shape, self.device, self.dtype, self.pattern
+        return *about, *self.candidates, *self.shapes.items()
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """What is computed there with a dense weight."""
         return F.linear(x, weight, bias)
 
-    def ways(self, x: Tensor) -> dict[str, Callable[[], Tensor]]:
-        """What computes it for an input: the dense ways first, then the candidates."""
-        dense = partial(self.product, x, self.weight, self.bias)
-        return {"dense": dense} | {name: partial(c, x) for name, c in self.candidates.items()}
+    def inputs(self, shape: Any) -> tuple[Tensor, ...]:
+        # drawn where it is needed: on a CPU the inputs of a large network take minutes
+        generator = torch.Generator(self.device).manual_seed(0)
+        x = torch.randn(shape, generator=generator, device=self.device)
+        return (x.to(self.weight.dtype),)
 
-    def see(self, x: Any) -> None:
+    def exact(self, *inputs: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return self.product(inputs[0].float(), self.weight.float(), bias)
+
+    def ways(self, *inputs: Tensor) -> dict[str, Callable[[], Tensor]]:
+        (x,) = inputs
+        dense = partial(self.product, x, self.weight, self.bias)
+        return {"dense": dense} | {n: partial(c, x) for n, c in self.candidates.items()}
+
+    def note(self, x: Any) -> None:
         """Note an input."""
         if isinstance(x, Tensor) and x.numel():
             self.shapes[x.numel() // x.shape[-1], x.shape[-1]] += 1
             self.dtype = compute_dtype(x)
-            if self.tokens is None:
+            if not self.given:
                 flat = x.detach().reshape(-1, x.shape[-1])
-                self.tokens = flat[:: -(-len(flat) // MOST_TOKENS)].clone().to(self.dtype)
+                tokens = flat[:: -(-len(flat) // MOST_TOKENS)].clone().to(self.dtype)
+                self.given[tokens.shape] = (tokens,)
 
-    def about(self, shape: tuple[int, ...]) -> str:
-        """An input of this shape in words."""
-        return f"{shape[0]} tokens"
+    def about(self, shape: Any) -> str:
+        return f"{self.pattern or 'dense'}, {shape[0]} tokens"
 
 
 @dataclass
@@ -102,24 +171,24 @@ class ConvolutionSite(Site):
         return *super().timing_key, self.window
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        w = self.window
-        return F.conv2d(x, weight, bias, w.stride, w.padding, w.dilation)
+        return F.conv2d(x, weight, bias, *self.window.moves)
 
-    def ways(self, x: Tensor) -> dict[str, Callable[[], Tensor]]:
+    def ways(self, *inputs: Tensor) -> dict[str, Callable[[], Tensor]]:
         """Packed layers, too, give their neighbours channels last."""
+        (x,) = inputs
         last, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, self.weight))
         return {
             "dense": partial(self.product, x, self.weight, self.bias),
             "dense, channels last": partial(self.product, last, weight, self.bias),
         } | {name: partial(candidate, last) for name, candidate in self.candidates.items()}
 
-    def see(self, x: Any) -> None:
+    def note(self, x: Any) -> None:
         if isinstance(x, Tensor) and x.numel():
             self.shapes[tuple(x.shape) if x.dim() == 4 else (1, *x.shape)] += 1
             self.dtype = compute_dtype(x)
 
-    def about(self, shape: tuple[int, ...]) -> str:
-        return f"{shape[0]} images of {shape[2]}x{shape[3]}"
+    def about(self, shape: Any) -> str:
+        return f"{self.pattern or 'dense'}, {shape[0]} images of {shape[2]}x{shape[3]}"
 
 
 # --- which weights --------------------------------------------------------------------------------
@@ -226,13 +295,13 @@ def watch(model: nn.Module, by_module: Mapping[nn.Module, list[Site]], sample: A
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not isinstance(module, nn.MultiheadAttention):
-            by_module[module][0].see(first_input(args, kwargs))
+            by_module[module][0].note(first_input(args, kwargs))
             return
         inputs = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
         query, key_value, out = by_module[module]
-        query.see(inputs["query"])
-        key_value.see(inputs["key"])
-        out.see(inputs["query"])
+        query.note(inputs["query"])
+        key_value.note(inputs["key"])
+        out.note(inputs["query"])
 
     hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in by_module]
     watched(hooks, partial(compute, model, sample))
@@ -268,12 +337,11 @@ def install(model: nn.Module, module: nn.Module, parts: list[Site]) -> None:
     for layer, site in zip(layers, parts, strict=True):
         _answer(layer, site)
     replacement = PackedAttention(module, *layers) if len(layers) > 1 else layers[0]  # type: ignore[arg-type]
-    for parent, name in list(places(model, module)):
-        parent._modules[name] = replacement.eval()
-        # torch's encoders read weights past the layers, unless told that they cannot
-        if isinstance(parent, nn.TransformerEncoderLayer):
-            parent.activation_relu_or_gelu = 0
+    replace(model, module, replacement)
+    # torch's encoders read weights past the layers, unless told that they cannot
     for other in model.modules():
+        if isinstance(other, nn.TransformerEncoderLayer) and replacement in other.children():
+            other.activation_relu_or_gelu = 0
         if isinstance(other, nn.TransformerEncoder):
             other.use_nested_tensor = False
 
@@ -300,9 +368,93 @@ def _copied(site: Site) -> nn.Linear:
     return layer
 
 
-def places(model: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Where a module is in a model: each parent, and its name there."""
-    for parent in model.modules():
+def replace(model: nn.Module, module: nn.Module, other: nn.Module) -> None:
+    """Put another module wherever this one is in a model."""
+    for parent in [*model.modules()]:
         for name, child in parent._modules.items():
             if child is module:
-                yield parent, name
+                parent._modules[name] = other.eval()
+
+
+class MaskedAttention(nn.Module):
+    """:func:`torch.nn.functional.scaled_dot_product_attention`, where another layer may take its place."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """All are (batch, heads, tokens, width); the mask is added to the scores."""
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+class PackedAttention(nn.Module):
+    """``nn.MultiheadAttention`` with layers in the place of its weights: ``query`` with (embed_dim,)
+    outputs, ``key_value`` with (2 embed_dim,), and ``out``. The keys and values of ``attention`` are as
+    wide as its queries."""
+
+    def __init__(
+        self,
+        attention: nn.MultiheadAttention,
+        query: nn.Module,
+        key_value: nn.Module,
+        out: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.embed_dim, self.num_heads = attention.embed_dim, attention.num_heads
+        self.batch_first = attention.batch_first
+        # torch's encoder layers look at these before they read weights past the layers
+        self.in_proj_bias, self._qkv_same_embed_dim = None, False
+        self.query, self.key_value, self.out_proj = query, key_value, out
+        self.attention = MaskedAttention()
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+        need_weights: bool = True, attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True, is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """As :meth:`torch.nn.MultiheadAttention.forward`, without dropout."""
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+        single, same = query.dim() == 2, key is value
+        query, key, value = (self._batched(t) for t in (query, key, value))
+        if single and key_padding_mask is not None:
+            key_padding_mask = key_padding_mask[None]
+        k, v = self.key_value(key).chunk(2, -1)
+        if not same:
+            v = self.key_value(value).chunk(2, -1)[1]
+        q, k, v = (
+            t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (self.query(query), k, v)
+        )
+        mask = self._mask(attn_mask, key_padding_mask, q, k.shape[2])
+        weights = None
+        if need_weights:
+            scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(2, 3)
+            weights = torch.softmax(scores if mask is None else scores + mask, -1)
+            z = weights @ v
+        else:
+            z = self.attention(q, k, v, mask)
+        z = self.out_proj(z.transpose(1, 2).flatten(2))
+        if weights is not None:
+            weights = weights.mean(1) if average_attn_weights else weights
+        if single:
+            return z[0], None if weights is None else weights[0]
+        return z if self.batch_first else z.transpose(0, 1), weights
+
+    def _batched(self, t: Tensor) -> Tensor:
+        return t[None] if t.dim() == 2 else t if self.batch_first else t.transpose(0, 1)
+
+    def _mask(
+        self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, keys: int
+    ) -> Tensor | None:
+        """Both masks, to be added to the scores (batch, heads, queries, keys)."""
+        mask = None
+        if attn_mask is not None:
+            mask = _added(attn_mask, q)
+            mask = mask.view(-1, self.num_heads, *mask.shape[1:]) if mask.dim() == 3 else mask
+        if padding is not None:
+            padding = _added(padding, q).view(len(padding), 1, 1, keys)
+            mask = padding if mask is None else mask + padding
+        return mask
+
+
+def _added(mask: Tensor, like: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(like)
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))

@@ -68,34 +68,44 @@ def passing(model: nn.Module, tokens: int = 16) -> Any:
 # --- which path -----------------------------------------------------------------------------------
 
 
+PACKED = ["compressed", "compressed", None]  # 10 outputs are not multiples of 16
+
+
+@pytest.mark.parametrize(
+    ("machine_has", "options", "paths", "reason"),
+    [
+        # forward 1, input gradient stays dense 3, packing 0: 4 against 6
+        ({}, {}, PACKED, "dense 6.000 ms, compressed 4.000 ms (1.50x)"),
+        ({"fast": 4.0}, {}, [None] * 3, "dense 6.000 ms, compressed 7.000 ms (0.86x)"),
+        ({"fast": 4.0}, {"mode": "force"}, PACKED, "compressed 7.000 ms (0.86x)"),
+        # packing is shared by the micro-batches of a step: 1 + 3 + 5, and 1 + 3 + 5/4
+        ({"pack": 5.0}, {}, [None] * 3, "compressed 9.000 ms (0.67x)"),
+        ({"pack": 5.0}, {"accumulate": 4}, PACKED, "dense 6.000 ms, compressed 5.250 ms (1.14x)"),
+    ],
+)
 def test_the_fastest_right_path_is_taken_where_it_beats_dense(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine_has: dict[str, float], options: Any, paths: list[Any], reason: str, machine: Machine
 ) -> None:
-    model = mlp()
-    _, handle = sparse(model)
-    choices = accelerate(handle, passing(model))
+    vars(machine).update(machine_has)
+    _, handle = sparse(model := mlp())
+    choices = accelerate(handle, passing(model), **options)
     assert [(c.name, c.path) for c in choices] == [
-        ("0.weight", "compressed"),
-        ("2.weight", "compressed"),
-        ("4.weight", None),
+        (f"{2 * i}.weight", p) for i, p in enumerate(paths)
     ]
     assert "10 outputs are not multiples of 16" in choices[2].reason
-    # forward 1, input gradient stays dense 3, packing 0: 4 against 6
-    assert choices[0].reason == "dense 6.000 ms, compressed 4.000 ms (1.50x)"
-    assert [
-        w.layer is not None and isinstance(w.layer.packed, SemiStructuredProducts)
-        for w in handle.sparse
-    ] == [
-        True,
-        True,
-        False,
+    assert reason in choices[0].reason
+    layers = [weight.layer for weight in handle.sparse]
+    packed = [
+        layer is not None and isinstance(layer.packed, SemiStructuredProducts) for layer in layers
     ]
+    assert packed == [path is not None for path in paths]
     lines = measurement.lines(choices)
-    assert lines[0] == "N:M products in 2 of 3 sparse layers"
-    assert (
-        lines[1]
-        == "  compressed: 0.weight, 32 to 64, 16 tokens, bfloat16: dense 6.000 ms, compressed 4.000 ms (1.50x)"
-    )
+    if paths == PACKED:
+        about = "  compressed: 0.weight, 32 to 64, 16 tokens, bfloat16: dense 6.000 ms, compressed "
+        assert lines[0] == "N:M products in 2 of 3 sparse layers"
+        assert lines[1].startswith(about)
+    else:
+        assert lines[0] == "masks only: no N:M product is faster than dense"
 
 
 @pytest.mark.parametrize(
@@ -119,11 +129,7 @@ def test_a_path_that_is_not_right_is_never_taken(
     model = mlp()
     _, handle = sparse(model)
     monkeypatch.setattr(semi_structured, "PATHS", {"broken": path, "compressed": COMPRESSED})
-    assert [c.path for c in accelerate(handle, passing(model), mode)] == [
-        "compressed",
-        "compressed",
-        None,
-    ]
+    assert [c.path for c in accelerate(handle, passing(model), mode)] == PACKED
     monkeypatch.setattr(semi_structured, "PATHS", {"broken": path})
     if mode == "auto":
         choices = accelerate(handle, passing(model))
@@ -154,21 +160,6 @@ def test_what_no_memory_was_free_for_is_tried_again(monkeypatch: pytest.MonkeyPa
     assert not probe.measured(shape, device)["compressed"].wrong
 
 
-def test_slower_than_dense(machine: Machine) -> None:
-    machine.fast = 4.0
-    model = mlp()
-    _, handle = sparse(model)
-    choices = accelerate(handle, passing(model))
-    assert [c.path for c in choices] == [None] * 3
-    assert measurement.lines(choices)[0] == "masks only: no N:M product is faster than dense"
-    assert "dense 6.000 ms, compressed 7.000 ms (0.86x)" in choices[0].reason
-    assert [c.path for c in accelerate(handle, passing(model), "force")] == [
-        "compressed",
-        "compressed",
-        None,
-    ]
-
-
 def test_a_path_by_name(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where another is faster, but never where it is wrong."""
     model = mlp()
@@ -188,18 +179,6 @@ def test_a_path_by_name(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> No
         match=r"acceleration=cusparselt: no layer can be accelerated here .*WRONG results",
     ):
         accelerate(handle, passing(model), "cusparselt")
-
-
-def test_packing_is_shared_by_the_micro_batches_of_a_step(machine: Machine) -> None:
-    machine.pack = 5.0  # 1 + 3 + 5 against 6; with 4 micro-batches 1 + 3 + 5/4
-    model = mlp()
-    _, handle = sparse(model)
-    assert accelerate(handle, passing(model))[0].path is None
-    choice = accelerate(handle, passing(model), accumulate=4)[0]
-    assert (choice.path, choice.reason) == (
-        "compressed",
-        "dense 6.000 ms, compressed 5.250 ms (1.14x)",
-    )
 
 
 class Twice(nn.Module):
@@ -614,35 +593,17 @@ def test_double_pruning_changes_the_input_gradient_alone() -> None:
     assert densities(handle.recipe, weight, 5, hardware=True) == (0.5, 0.5, 1.0)
 
 
-def test_an_estimated_input_gradient_is_not_packed() -> None:
-    model = mlp()
-    _, handle = sparse(model, input_gradient="mvue")
+def test_what_is_simulated_is_not_packed() -> None:
+    for options, reason in (
+        ({"input_gradient": "mvue"}, "its input gradient is by a new estimate of the weight"),
+        ({"fp8": True}, "FP8 is simulated, in dense products"),
+    ):
+        _, handle = sparse(model := mlp(), **options)
+        choice = accelerate(handle, passing(model))[0]
+        assert choice.path is None
+        assert choice.reason.startswith(reason)
+    _, handle = sparse(mlp(), input_gradient="mvue")
     assert densities(handle.recipe, handle.sparse[0], 5, hardware=True) == (0.5, 0.5, 1.0)
-    choices = accelerate(handle, passing(model))
-    assert choices[0].path is None
-    assert "estimate of the weight" in choices[0].reason
-
-
-def test_simulated_fp8_is_not_packed() -> None:
-    model = mlp()
-    _, handle = sparse(model, fp8=True)
-    assert {(c.path, c.reason) for c in accelerate(handle, passing(model))} == {
-        (None, "FP8 is simulated, in dense products")
-    }
-
-
-def test_double_pruning_is_refused_where_it_makes_no_sense() -> None:
-    for recipe in ("bi_mask", "t_sr_ste"):
-        with pytest.raises(ConfigError, match=f"{recipe} makes the input gradient N:M by itself"):
-            sparse(mlp(), recipe, input_gradient="double_prune")
-    with pytest.raises(
-        ConfigError, match=r"can change nothing at .*: it is for linear layers, with outputs"
-    ):
-        sparse(nn.Sequential(nn.Linear(16, 6)), input_gradient="double_prune")
-    with pytest.raises(
-        ConfigError, match=r"can change nothing at .*: it is for linear layers, with outputs"
-    ):
-        sparse(nn.Sequential(nn.Conv2d(16, 8, 3)), input_gradient="mvue")
 
 
 # --- on the command line --------------------------------------------------------------------------

@@ -11,19 +11,18 @@ from typing import Any
 import played_gpu
 import pytest
 import torch
-from deployed import gradient, share, stays_itself
+from deployed import share
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.fast import deploy as deploying
-from nmrun.fast.attention import PackedAttention
 from nmrun.fast.cpu import onednn
 from nmrun.fast.cpu.kernels import int8, products
 from nmrun.fast.cpu.packed_linear import PackedLinear
 from nmrun.fast.gpu.linear import SemiStructuredLinear
-from nmrun.fast.sites import Site
+from nmrun.fast.sites import PackedAttention, Site
 from nmrun.patterns import Pattern
 from nmrun.sparsity import nm_mask
 
@@ -99,33 +98,6 @@ def test_a_single_number_is_an_output_like_others() -> None:
     expected = model(x).detach()
     assert [c.path for c in nmrun.deploy(model, x)] == ["packed"] * 2
     torch.testing.assert_close(model(x), expected)
-
-
-@needs_compiler
-@pytest.mark.usefixtures("faster")
-def test_state_dict_pickle_copy_compile_and_gradient() -> None:
-    model, other, x = mlp(), mlp(), torch.randn(3, 5, 40)
-    prune(other, "1:8", "1:16")
-    dense = copy.deepcopy(model)
-    for one in (model, other):
-        nmrun.deploy(one, x)
-    assert set(model.state_dict()) == {f"0.{n}" for n in ("values", "index", "counts", "bias")} | {
-        f"2.{n}" for n in ("values", "index", "counts")
-    }
-    reloaded = stays_itself(model, other, x)
-    wrong = model.state_dict() | {"0.index": torch.full_like(model[0].index, 200)}
-    with pytest.raises(RuntimeError, match=r"0: a column that is not of its segment"):
-        reloaded.load_state_dict(wrong)
-    assert share(gradient(model, x), gradient(dense, x)) < 1e-5
-    torch.library.opcheck(torch.ops.nmrun.packed_linear.default, _operands(reloaded[0]))
-    with pytest.raises(RuntimeError, match="packed layers take float32 and bfloat16"):
-        model.half()(x.half())
-
-
-def _operands(layer: PackedLinear) -> tuple[Any, ...]:
-    x = torch.randn(3, layer.in_features, requires_grad=True)
-    shape = [layer.out_features, layer.in_features]
-    return (x, layer.parts(), layer.bias, shape, "PackedLinear")
 
 
 @needs_compiler
@@ -500,26 +472,20 @@ def test_layers_are_timed_on_the_gpu_that_they_are_on(monkeypatch: pytest.Monkey
 
 @needs_compiler
 @pytest.mark.usefixtures("faster")
-def test_a_model_on_a_gpu_may_have_buffers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that is all packed layers: it is compiled into CUDA graphs, and left without kernels
-    for a CPU.
-    """
+def test_a_model_is_compiled_where_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where it may have buffers alone, as one that is all packed layers, into CUDA graphs; and
+    it is left without kernels for a CPU."""
     compiled: list[dict[str, Any]] = []
     monkeypatch.setattr(nn.Module, "compile", lambda model, **how: compiled.append(how))
     model = prune(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 16)), "1:4", "1:4")
+    on_cpu = copy.deepcopy(model)
+    nmrun.deploy(copy.deepcopy(model), torch.randn(6, 32))
+    assert not compiled
+    nmrun.deploy(on_cpu, torch.randn(6, 32), compile=True)
+    assert compiled.pop() == {"mode": None}
     with FakeTensorMode():
         model.register_buffer("on_a_gpu", torch.empty(1, device="cuda:0"))
     choices = nmrun.deploy(model, torch.randn(6, 32), compile=True)
     assert not list(model.parameters())
     assert compiled == [{"mode": "reduce-overhead"}]
     assert len(choices) == 2
-
-
-def test_a_model_is_compiled_where_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[nn.Module] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda model, **how: compiled.append(model))
-    model = prune(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)), "1:4", "1:4")
-    nmrun.deploy(copy.deepcopy(model), torch.randn(6, 32))
-    assert not compiled
-    nmrun.deploy(model, torch.randn(6, 32), compile=True)
-    assert compiled == [model]

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from bf16_emulated import HAS_INSTRUCTION, emulation
-from deployed import gradient, share, stays_itself
+from deployed import share
 from operands import normal, normal_bf16
 from perceptrons import pruned
 from torch import nn
@@ -48,45 +48,15 @@ def test_layers_take_the_fastest_right_products(pattern: str) -> None:
 
 
 @pytest.mark.usefixtures("emulated_bf16")
-def test_float32_is_left_to_float32() -> None:
-    model = mlp().float()
-    assert [c.path for c in nmrun.deploy(model, normal(3, 80))] == ["packed"] * 2
-
-
-@pytest.mark.usefixtures("emulated_bf16")
-def test_the_slower_is_not_taken(deploy_times: dict[str, float]) -> None:
+def test_float32_is_left_to_float32_and_the_slower_is_not_taken(
+    deploy_times: dict[str, float],
+) -> None:
+    assert [c.path for c in nmrun.deploy(mlp().float(), normal(3, 80))] == ["packed"] * 2
     for time, path in ((0.6, "packed"), (0.4, "packed bf16")):
         deploy_times["packed bf16"] = time
         assert [c.path for c in nmrun.deploy(mlp(), normal_bf16(3, 80))] == [path] * 2
     deploy_times.update({"packed bf16": 1.1, "packed": 1.2})
     assert [c.path for c in nmrun.deploy(mlp(), normal_bf16(3, 80))] == [None] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("emulated_bf16")
-def test_state_dict_pickle_copy_compile_and_gradient() -> None:
-    model, other, x = mlp(), mlp("1:16"), normal_bf16(3, 5, 80)
-    dense = copy.deepcopy(model)
-    for one in (model, other):
-        nmrun.deploy(one, x)
-    names = ("values", "index", "counts")
-    assert set(model.state_dict()) == {f"{i}.{n}" for i in "02" for n in names} | {"0.bias"}
-    reloaded = stays_itself(model, other, x)
-    wrong = model.state_dict() | {"0.index": torch.full_like(model[0].index, 200)}
-    with pytest.raises(RuntimeError, match=r"0: a column that is not of its segment"):
-        reloaded.load_state_dict(wrong)
-    for i in (0, 2):
-        assert torch.equal(model[i].dense(), dense[i].weight)
-    assert share(gradient(model, x), gradient(dense, x)) < 0.1  # a ReLU may see another sign
-    layer = model[0]
-    operands = (
-        normal_bf16(3, 80).requires_grad_(),
-        layer.parts(),
-        layer.bias,
-        [50, 80],
-        "Bf16Linear",
-    )
-    torch.library.opcheck(torch.ops.nmrun.packed_linear.default, operands)
 
 
 def of_blocks(pattern: str) -> nn.Module:
@@ -97,42 +67,21 @@ def of_blocks(pattern: str) -> nn.Module:
     return model.bfloat16().eval()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("emulated_bf16")
 def test_rows_that_share_their_columns_are_packed_in_blocks(deploy_times: dict[str, float]) -> None:
     deploy_times["packed blocks bf16"] = 0.2
-    model, other, x = of_blocks("32:4:16"), of_blocks("16:4:8"), normal_bf16(3, 5, 80)
-    dense = copy.deepcopy(model)
-    for one in (model, other):
-        assert [c.path for c in nmrun.deploy(one, x)] == ["packed blocks bf16"] * 2
-    assert isinstance(model[0], BlockLinear)
-    assert (model[0].values.shape, other[0].values.shape) == ((2, 2, 1, 16, 32), (4, 1, 2, 16, 32))
-    exact = copy.deepcopy(dense).double()(x.double()).detach()
-    with torch.no_grad():
-        assert share(model(x), exact) < 0.005
-        assert torch.equal(model(x[1:, 2:4]), model(x)[1:, 2:4])  # a view
-        assert torch.equal(model(x.float()), model(x).float())
-    reloaded = stays_itself(model, other, x)
-    wrong = model.state_dict() | {"0.index": torch.full_like(model[0].index, 81)}
-    with pytest.raises(RuntimeError, match=r"0: a column that is not of the matrix"):
-        reloaded.load_state_dict(wrong)
-    assert all(torch.equal(model[i].dense(), dense[i].weight) for i in (0, 2))
-    assert share(gradient(model, x), gradient(dense, x)) < 0.1
-    operands = (normal_bf16(3, 80).requires_grad_(), model[0].parts(), model[0].bias, [64, 80])
-    torch.library.opcheck(torch.ops.nmrun.packed_linear.default, (*operands, "BlockLinear"))
+    x = normal_bf16(3, 5, 80)
+    for pattern, shape in (("32:4:16", (2, 2, 1, 16, 32)), ("16:4:8", (4, 1, 2, 16, 32))):
+        model = of_blocks(pattern)
+        exact = copy.deepcopy(model).double()(x.double()).detach()
+        assert [c.path for c in nmrun.deploy(model, x)] == ["packed blocks bf16"] * 2
+        assert isinstance(model[0], BlockLinear)
+        assert model[0].values.shape == shape
+        with torch.no_grad():
+            assert share(model(x), exact) < 0.005
+            assert torch.equal(model(x[1:, 2:4]), model(x)[1:, 2:4])  # a view
     choices = nmrun.deploy(mlp(), x)  # rows that share nothing are no candidates
     assert not any("blocks" in c.reason for c in choices)
-
-
-@pytest.mark.usefixtures("emulated_bf16")
-def test_integers_are_refused() -> None:
-    """The result has the dtype of the input, and would be cut off."""
-    model = mlp()
-    nmrun.deploy(model, normal_bf16(3, 80))
-    with pytest.raises(
-        RuntimeError, match=r"^x of torch\.uint8: packed layers take floating-point"
-    ):
-        model(torch.ones(3, 80, dtype=torch.uint8))
 
 
 def test_a_processor_without_the_instruction_says_so_in_one_line() -> None:
@@ -211,32 +160,8 @@ def test_onednn_follows_a_weight_that_is_written_in_place(compiled: bool) -> Non
             assert float((before - expected).norm() / expected.norm()) > 0.1
 
 
-@needs_onednn
-@pytest.mark.usefixtures("by_onednn")
-def test_onednn_in_a_state_dict_a_pickle_a_copy_compiled_and_its_gradient() -> None:
-    model, other, x = mlp(), mlp("1:16"), normal_bf16(3, 5, 80)
-    for one in (model, other):
-        nmrun.deploy(one, x)
-    with torch.no_grad():
-        expected = other(x)
-    reloaded = stays_itself(model, other, x)
-    with torch.no_grad():
-        assert torch.equal(other(x), expected)  # its copy has a layout of its own
-        assert not torch.equal(reloaded(x), expected)
-    with pytest.MonkeyPatch.context() as patch:  # a processor without such products
-        patch.setattr(onednn, "dtypes", lambda: {torch.float32})
-        patch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
-        elsewhere = pickle.loads(pickle.dumps(reloaded))
-    torch.testing.assert_close(elsewhere(x), reloaded(x))
-    layer, a, upstream = model[0], normal_bf16(7, 80).requires_grad_(), normal_bf16(7, 50)
-    layer(a).backward(upstream)
-    torch.testing.assert_close(a.grad, upstream @ layer.weight)
-    operands = normal_bf16(3, 80).requires_grad_(), layer.weight, layer.bias, layer.number
-    torch.library.opcheck(torch.ops.nmrun.onednn_linear.default, operands)
-
-
 @pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler_there_is_one_line() -> None:
     assert bf16.KERNELS.obstacle().startswith("no C compiler works here")
     with pytest.raises(RuntimeError, match=r"^products of bfloat16: no C compiler works here"):
-        bf16.packed(torch.ones(4, 4))
+        bf16.Bf16Matrix.packed(torch.ones(4, 4))

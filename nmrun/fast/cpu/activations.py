@@ -12,7 +12,6 @@ What is 0 for whatever reason is left out: the squared ReLU's own zeros and thos
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -39,7 +38,7 @@ from nmrun.fast.operators import operator
 from nmrun.patterns import Pattern
 from nmrun.products.layer import Layer
 from nmrun.products.simulation import compute_dtype
-from nmrun.sparsity.layers import is_plain_linear, of_one_input, own_forward
+from nmrun.sparsity.layers import is_plain_linear, own_forward
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.step.activations import keep_largest
 
@@ -57,26 +56,22 @@ class Activations(Protocol):
 
 
 def install(module: nn.Module, role: str, by_onednn: bool, activations: Activations) -> None:
-    """Let ``nn.Linear`` or Hugging Face's ``Conv1D`` compute its products so in training, in float32, in
-    steps that prune; in all other passes as before. ``role``: it ``reads`` the activations, or ``feeds``
-    them, its dense product then oneDNN's with ``by_onednn``."""
-    before = vars(module).get("forward")
-    original: Callable[..., Tensor] = type(module).forward if before is None else before.__func__
-    stored = isinstance(module, nn.Linear)
+    """Let a linear layer compute its products so in training, in float32, in steps that prune; in all other
+    passes as before. ``role``: it ``reads`` the activations, or ``feeds`` them, its dense product then
+    oneDNN's with ``by_onednn``."""
 
-    @of_one_input
-    def forward(module: Any, input: Tensor) -> Tensor:
-        if not (activations.sparse and onednn.takes(module, input)):
-            return original(module, input)
-        weight = module.weight if stored else module.weight.t()
-        flat = input.reshape(-1, input.shape[-1])
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
         if role == READS:
-            y = reads(flat, weight, module.bias)
+            y = reads(flat, weight, bias)
         else:
-            y = feeds(flat, weight, module.bias, by_onednn)
-        return y.view(*input.shape[:-1], len(weight))
+            y = feeds(flat, weight, bias, by_onednn)
+        return y.view(*x.shape[:-1], len(weight))
 
-    module.forward = types.MethodType(forward, module)
+    def when(module: nn.Module, x: Tensor) -> bool:
+        return activations.sparse and onednn.takes(module, x)
+
+    onednn.give_forward(module, product, when)
 
 
 def packed(matrix: Tensor, turned: bool = False) -> list[PackedMatrix]:
@@ -93,7 +88,7 @@ def reads(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``z W^T + bias`` (tokens, outputs), with z (tokens, features), mostly 0; its gradient where z
     is 0 is 0."""
     (rows,) = packed(z)
-    y = products.multiply(weight.t(), rows, turned=True)
+    y = rows.multiply(weight.t(), turned=True)
     return y if bias is None else y.add_(bias)
 
 
@@ -101,8 +96,8 @@ def reads(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def reads_back(z: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """dZ (tokens, features) and dW (outputs, features)."""
     rows, turned = packed(z, turned=True)
-    dz = products.sampled(weight, dy.t(), rows)
-    return dz, products.multiply(dy, turned, turned=True).t().contiguous()
+    dz = rows.sampled(weight, dy.t())
+    return dz, turned.multiply(dy, turned=True).t().contiguous()
 
 
 @operator("feeds_cpu", lambda x, weight, bias, by_onednn: x.new_empty(len(x), len(weight)))
@@ -117,8 +112,8 @@ def feeds(x: Tensor, weight: Tensor, bias: Tensor | None, by_onednn: bool) -> Te
 def feeds_back(db: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """dX (tokens, inputs) and dV (features, inputs)."""
     rows, turned = packed(db, turned=True)
-    dx = products.multiply(weight, rows, turned=True)
-    return dx, products.multiply(x, turned, turned=True)
+    dx = rows.multiply(weight, turned=True)
+    return dx, turned.multiply(x, turned=True)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -167,32 +162,31 @@ class ActivationShape:
 
 def measure(shape: ActivationShape) -> dict[str, Times]:
     """The times of the layer by every path: the forward product, and both gradients as one."""
-    generator = torch.Generator().manual_seed(1)
-    sizes = ((shape.rows, shape.columns), (shape.tokens, shape.columns), (shape.tokens, shape.rows))
-    weight, x, d = (torch.randn(*size, generator=generator) for size in sizes)
+    sizes = (shape.rows, shape.columns), (shape.tokens, shape.columns), (shape.tokens, shape.rows)
+    weight, x, d = probe.normal(*sizes)
     reading = shape.role == READS
     sparse = x if reading else d
     sparse.copy_(keep_largest(sparse.relu().square_(), shape.pattern))
     zeros = (x != 0) if reading else torch.ones_like(x)  # what masks the input's gradient
 
-    def dense(product: Callable[[Tensor, Tensor], Tensor]) -> list[Callable[[], list[Tensor]]]:
-        return [
-            lambda: [product(x, weight)],
-            lambda: [product(d, weight.t()), product(d.t(), x.t())],
-        ]
+    def dense(product: Callable[[Tensor, Tensor], Tensor]) -> tuple[probe.Call, ...]:
+        return (
+            lambda: product(x, weight),
+            lambda: (product(d, weight.t()), product(d.t(), x.t())),
+        )
 
-    calls = {"dense": dense(functional.linear)}
+    calls: probe.Calls = {"dense": dense(functional.linear)}
     if ONEDNN in shape.paths:
         calls[ONEDNN] = dense(onednn.product)
     if reading:
-        calls[NAME] = [lambda: [reads(x, weight, None)], lambda: [*reads_back(x, weight, d)]]
+        calls[NAME] = lambda: reads(x, weight, None), lambda: reads_back(x, weight, d)
     else:
         fastest_forward = calls[ONEDNN if ONEDNN in calls else "dense"][0]
-        calls[NAME] = [fastest_forward, lambda: [*feeds_back(d, x, weight)]]
-    (forward,), (dx, dw) = calls["dense"][0](), calls["dense"][1]()
+        calls[NAME] = fastest_forward, lambda: feeds_back(d, x, weight)
+    forward, (dx, dw) = calls["dense"][0](), calls["dense"][1]()
     made, gradients = calls[NAME]
-    parts = lambda: made()[0], lambda: gradients()[0], lambda: gradients()[1]
-    return probe.timed(calls, {NAME: probe.first_fault(parts, (forward, dx * zeros, dw))})
+    checks = (made, forward), (lambda: gradients()[0], dx * zeros), (lambda: gradients()[1], dw)
+    return probe.tried(calls, {NAME: checks})
 
 
 def pack_activations(

@@ -10,9 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
-from nmrun.fast.cpu.kernels.convolution import Pair, Window, convolve, convolve_back
-from nmrun.fast.cpu.weight import PRODUCTS, PackedWeight, matrix_of
-from nmrun.fast.operators import PACKED
+from nmrun.fast.cpu.kernels.convolution import (
+    Pair,
+    Window,
+    convolve,
+    convolve_back,
+    numbered,
+)
+from nmrun.fast.cpu.linear import PRODUCTS, PackedWeight, matrix_of
+from nmrun.fast.operators import PACKED, operator
 from nmrun.products.simulation import refuse_second_gradients
 
 
@@ -52,8 +58,8 @@ class ConvolutionProducts(PackedWeight):
         """x (images, channels, height, width) to (images, out channels, height, width), stored as torch
         stores it: with channels last where x or the weight is. ``weight`` is not read: it receives the
         gradient."""
-        w, parts = self.window, map(self.parts, PRODUCTS)
-        z = convolution(x.to(self.dtype), weight, bias, *parts, w.stride, w.padding, w.dilation)
+        parts, window = map(self.parts, PRODUCTS), self.window.numbers
+        z = convolution(x.to(self.dtype), weight, bias, *parts, window)
         # a network may take a view of what torch stores image by image
         return z if has_channels_last(x) or has_channels_last(weight) else z.contiguous()
 
@@ -74,41 +80,45 @@ def by_taps(weight: Tensor) -> Tensor:
     return weight.detach().permute(0, 2, 3, 1).contiguous().flatten(1)
 
 
-@torch.library.custom_op("nmrun::convolution_cpu", mutates_args=())
+def _images(x: Tensor, height: int, width: int, channels: int) -> Tensor:
+    """Empty images, channels last."""
+    return x.new_empty((x.shape[0], height, width, channels)).permute(0, 3, 1, 2)
+
+
+def empty_output(x: Tensor, channels: int, window: Sequence[int]) -> Tensor:
+    """An empty output for images x, channels last."""
+    height, width = numbered(window).out(x.shape[2], x.shape[3])
+    return _images(x, height, width, channels)
+
+
+@operator(
+    "convolution_cpu",
+    lambda x, weight, bias, forward, backward, window: empty_output(x, len(weight), window),
+)
 def convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, forward: list[Tensor], backward: list[Tensor],
-    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+    window: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    window = Window.of(weight.shape[2:], stride, padding, dilation)
-    matrix = matrix_of(forward, weight.shape[0], weight.shape[1], window.positions)
-    return convolve(x, matrix, bias, window)
+    moves = numbered(window)
+    matrix = matrix_of(forward, weight.shape[0], weight.shape[1], moves.positions)
+    return convolve(x, matrix, bias, moves)
 
 
-@convolution.register_fake
-def _(x, weight, bias, forward, backward, stride, padding, dilation):  # type: ignore[no-untyped-def]
-    window = Window.of(weight.shape[2:], stride, padding, dilation)
-    height, width = window.out(x.shape[2], x.shape[3])
-    return x.new_empty((x.shape[0], height, width, weight.shape[0])).permute(0, 3, 1, 2)
-
-
-@torch.library.custom_op("nmrun::convolution_back_cpu", mutates_args=())
+@operator(
+    "convolution_back_cpu",
+    lambda dz, weight, parts, size, window: _images(dz, size[0], size[1], weight.shape[1]),
+)
 def convolution_back(
-    dz: Tensor, weight: Tensor, parts: list[Tensor], size: Sequence[int],
-    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
-) -> Tensor:  # fmt: skip
+    dz: Tensor, weight: Tensor, parts: list[Tensor], size: Sequence[int], window: Sequence[int]
+) -> Tensor:
     """The gradient of an input of height and width ``size``."""
-    window = Window.of(weight.shape[2:], stride, padding, dilation)
-    matrix = matrix_of(parts, weight.shape[1], weight.shape[0], window.positions)
-    return convolve_back(dz, matrix, window, (size[0], size[1]))
-
-
-@convolution_back.register_fake
-def _(dz, weight, parts, size, stride, padding, dilation):  # type: ignore[no-untyped-def]
-    return dz.new_empty((dz.shape[0], size[0], size[1], weight.shape[1])).permute(0, 3, 1, 2)
+    moves = numbered(window)
+    matrix = matrix_of(parts, weight.shape[1], weight.shape[0], moves.positions)
+    return convolve_back(dz, matrix, moves, (size[0], size[1]))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, _, backward, *ctx.moves = inputs
+    x, weight, bias, _, backward, ctx.window = inputs
     ctx.save_for_backward(x, weight, *backward)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
@@ -116,23 +126,19 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
     refuse_second_gradients(*PACKED)
     x, weight, *backward = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     dx = None
-    if ctx.needs_input_grad[0]:
-        dx = convolution_back(dz, weight, backward, x.shape[2:], *ctx.moves)
-    output_mask = [False, ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
+    if needs_x:
+        dx = convolution_back(dz, weight, backward, x.shape[2:], ctx.window)
     # of the weight nothing but its shape and dtype is asked
     low = weight if weight.dtype == x.dtype else torch.empty_like(weight, dtype=x.dtype)
     bias = [weight.shape[0]] if ctx.bias_dtype else None
-    stride, padding, dilation = ctx.moves
-    _, dw, db = torch.ops.aten.convolution_backward(
-        dz, x, low, bias, stride, padding, dilation, False, [0, 0], 1, output_mask
-    )
-    dw, db = (
-        None if gradient is None else gradient.to(dtype)
-        for gradient, dtype in ((dw, weight.dtype), (db, ctx.bias_dtype))
-    )
+    how = (*numbered(ctx.window).moves, False, [0, 0], 1, [False, needs_weight, needs_bias])
+    _, dw, db = torch.ops.aten.convolution_backward(dz, x, low, bias, *how)
+    dw = None if dw is None else dw.to(weight.dtype)
+    db = None if db is None else db.to(ctx.bias_dtype)
     none = [None] * len(backward)
-    return dx, dw, db, none, none, None, None, None
+    return dx, dw, db, none, none, None
 
 
 convolution.register_autograd(_backward, setup_context=_save)

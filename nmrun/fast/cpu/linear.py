@@ -1,14 +1,13 @@
 """A linear layer through N:M products on the CPU, as operators that autograd and ``torch.compile``
 know.
 
-:class:`LinearProducts` holds what the products read, see :mod:`nmrun.fast.cpu.weight`.
-
     Z = X W^T       sparse
     dX = dZ V       sparse: V^T is packed too, and needs no pattern; V is W unless the recipe has
                     another
     dW = dZ^T X     dense, by torch or by oneDNN; the kept entries alone where the recipe masks the
                     gradients of pruned weights; with MVUE E^T X with the N:M estimate E of dZ
 
+:class:`LinearProducts` holds what the products read, in float32 (``nmrun.fast.cpu.kernels.products``).
 :class:`Bf16Products` does so in bfloat16 (``nmrun.fast.cpu.kernels.bf16``), :class:`Bf16Forward` the
 forward product alone: where many weights are kept, the transpose fills its slots too unevenly.
 :class:`BlockProducts` does so for V:N:M weights (``nmrun.fast.cpu.kernels.blocks``).
@@ -16,22 +15,82 @@ forward product alone: where many weights are kept, the transpose fills its slot
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nmrun.fast.cpu import onednn
-from nmrun.fast.cpu.kernels import bf16, blocks
+from nmrun.fast.cpu.kernels import blocks
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.blocks import BlockMatrix, BlockTranspose
-from nmrun.fast.cpu.weight import PRODUCTS, PackedWeight, kernels_of, matrix_of
+from nmrun.fast.cpu.kernels.matrix import Matrix
+from nmrun.fast.cpu.kernels.products import PackedMatrix
+from nmrun.fast.cpu.kernels.tiles import TILE
 from nmrun.fast.measurement import ONEDNN
-from nmrun.fast.operators import PACKED, operator
+from nmrun.fast.operators import operator, training
 from nmrun.patterns import COLUMNS, Pattern
-from nmrun.products.simulation import estimate, refuse_second_gradients
+from nmrun.products.simulation import estimate
 
 DENSE, SAMPLED = "dense", "sampled"  # ways to compute a weight gradient, beside ONEDNN
+PRODUCTS = ("forward", "backward")
+# matrices in training, by the dimensions of their values
+BY_DIMENSIONS: dict[int, type[Matrix]] = {
+    1: PackedMatrix,
+    2: Bf16Matrix,
+    5: BlockMatrix,
+    4: BlockTranspose,
+}
+
+
+def matrix_of(parts: Sequence[Tensor], rows: int, columns: int, taps: int = 1) -> Any:
+    """The matrix that has these parts."""
+    return BY_DIMENSIONS[parts[0].dim()](parts, rows, columns, taps)
+
+
+class PackedWeight(nn.Module):
+    """The packed weight of one layer in training, (outputs, inputs) = ``shape``, or one for each of ``taps``
+    positions of a kernel: the weight for the forward product, its transpose for the input gradient. It is
+    packed once per optimizer step, in buffers that keep their addresses and are no part of a state dict;
+    empty until :meth:`pack`. Operators take the tensors of such a matrix, its parts, as a list.
+    """
+
+    MATRIX: ClassVar[type[PackedMatrix | Bf16Matrix]] = PackedMatrix
+
+    def __init__(self, shape: tuple[int, int], taps: int = 1) -> None:
+        super().__init__()
+        self.shape, self.taps = shape, taps
+        self.names = dict[str, list[str]]()
+        for kind in PRODUCTS:
+            buffers = {f"{kind}_{part}": tensor for part, tensor in self.empty(kind).items()}
+            self.names[kind] = list(buffers)
+            for name, buffer in buffers.items():
+                self.register_buffer(name, buffer, persistent=False)
+
+    def empty(self, kind: str) -> dict[str, Tensor]:
+        """What a product of ``PRODUCTS`` reads, by name, empty."""
+        return self.MATRIX.empty(*self.sides(kind), self.taps).named()
+
+    def sides(self, kind: str) -> tuple[int, int]:
+        """The shape of what it reads."""
+        rows, columns = self.shape
+        return (rows, columns) if kind == "forward" else (columns, rows)
+
+    def parts(self, kind: str) -> list[Tensor]:
+        """What it reads."""
+        return [getattr(self, name) for name in self.names[kind]]
+
+    def matrix(self, kind: str) -> Any:
+        """The same as a matrix."""
+        return matrix_of(self.parts(kind), *self.sides(kind), self.taps)
+
+    def pack(self, weight: Tensor, other: Tensor | None) -> int:
+        """Take over a weight (outputs, taps * inputs), float32, and ``other`` for the input gradient.
+        Returns how many non-zeros the weight has."""
+        forward, backward = map(self.matrix, PRODUCTS)
+        count: int = forward.pack_both(weight, other, backward)
+        return count
 
 
 class LinearProducts(PackedWeight):
@@ -106,7 +165,8 @@ class Bf16Forward(Bf16Products):
 
     def pack(self, weight: Tensor, other: Tensor | None) -> int:
         self.backward_weight.copy_(weight if other is None else other)
-        return bf16.pack(weight, self.matrix("forward"))
+        count: int = self.matrix("forward").pack(weight)
+        return count
 
 
 class BlockProducts(LinearProducts):
@@ -115,31 +175,17 @@ class BlockProducts(LinearProducts):
 
     @property
     def height(self) -> int:
-        return blocks.height_in(self.pattern) or blocks.TILE
+        return blocks.height_in(self.pattern) or TILE
 
     @property
     def kept(self) -> int:
         return COLUMNS
 
     def empty(self, kind: str) -> dict[str, Tensor]:
-        matrix = BlockMatrix if kind == "forward" else BlockTranspose
-        made = matrix.empty(*self._sides(kind), self.height)
-        return {part: getattr(made, part) for part in (*matrix.STORED, *matrix.DERIVED)}
-
-
-@operator(
-    "linear_cpu",
-    lambda x, weight, bias, forward, backward, gradient: x.new_empty(x.shape[0], weight.shape[0]),
-)
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, forward: list[Tensor], backward: list[Tensor],
-    gradient: str,
-) -> Tensor:  # fmt: skip
-    """``x W^T + bias``, (tokens, outputs); ``gradient`` is how dW is computed: ``dense``,
-    ``onednn``, ``sampled``, or N:M for that of an estimate."""
-    matrix = matrix_of(forward, weight.shape[0], weight.shape[1])
-    product: Tensor = kernels_of(matrix).multiply(x, matrix, bias)
-    return product
+        matrix: type[BlockMatrix | BlockTranspose] = BlockTranspose
+        if kind == "forward":
+            matrix = BlockMatrix
+        return matrix.empty(*self.sides(kind), self.height).named()
 
 
 @operator("multiply_cpu", lambda x, parts, rows: x.new_empty(x.shape[0], rows))
@@ -147,8 +193,7 @@ def multiply(x: Tensor, parts: list[Tensor], rows: int) -> Tensor:
     """x S^T, (tokens, rows); of one part, the dense matrix (columns, rows), x S."""
     if len(parts) == 1:
         return x @ parts[0]
-    matrix = matrix_of(parts, rows, x.shape[1])
-    product: Tensor = kernels_of(matrix).multiply(x, matrix)
+    product: Tensor = matrix_of(parts, rows, x.shape[1]).multiply(x)
     return product
 
 
@@ -157,8 +202,7 @@ def multiply(x: Tensor, parts: list[Tensor], rows: int) -> Tensor:
 )
 def sampled(dz: Tensor, x: Tensor, parts: list[Tensor]) -> Tensor:
     """``dz^T x`` at the entries of a packed (outputs, inputs) matrix, zero elsewhere; float32."""
-    matrix = matrix_of(parts, dz.shape[1], x.shape[1])
-    gradient: Tensor = kernels_of(matrix).sampled(x, dz, matrix)
+    gradient: Tensor = matrix_of(parts, dz.shape[1], x.shape[1]).sampled(x, dz)
     return gradient
 
 
@@ -173,27 +217,17 @@ def weight_gradient(dz: Tensor, x: Tensor, forward: list[Tensor], gradient: str)
     return dz.t() @ x
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, forward, backward, ctx.gradient = inputs
-    ctx.save_for_backward(x, *forward, *backward)
-    ctx.split = len(forward)
-    ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
-
-
-def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
-    refuse_second_gradients(*PACKED)
-    x, *parts = ctx.saved_tensors
-    forward, backward = parts[: ctx.split], parts[ctx.split :]
-    weight_dtype, bias_dtype = ctx.dtypes
-    dx = dw = db = None
-    dz = dz.contiguous()  # a gradient may come expanded
-    if ctx.needs_input_grad[0]:
-        dx = multiply(dz, backward, x.shape[1])
-    if ctx.needs_input_grad[1]:
-        dw = weight_gradient(dz, x, forward, ctx.gradient).to(weight_dtype)
-    if ctx.needs_input_grad[2]:
-        db = dz.sum(0).to(bias_dtype)
-    return dx, dw, db, [None] * len(forward), [None] * len(backward), None
-
-
-linear.register_autograd(_backward, setup_context=_save)
+@training(
+    "linear_cpu",
+    lambda x, weight, bias, forward, backward, gradient: x.new_empty(x.shape[0], weight.shape[0]),
+    lambda dz, x, backward, gradient: multiply(dz, backward, x.shape[1]),
+    weight_gradient,
+)
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, forward: list[Tensor], backward: list[Tensor],
+    gradient: str,
+) -> Tensor:  # fmt: skip
+    """``x W^T + bias``, (tokens, outputs); ``gradient`` is how dW is computed: ``dense``,
+    ``onednn``, ``sampled``, or N:M for that of an estimate."""
+    product: Tensor = matrix_of(forward, *weight.shape).multiply(x, bias)
+    return product

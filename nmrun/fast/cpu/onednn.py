@@ -20,7 +20,7 @@ import itertools
 import math
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from nmrun.fast.cpu.kernels import int8
 from nmrun.fast.cpu.packed_linear import check_operands
 from nmrun.fast.measurement import FASTER, ONEDNN, Times
-from nmrun.fast.operators import keep_dtypes, operator, over_tokens
+from nmrun.fast.operators import inference, keep_dtypes, operator, over_tokens
 from nmrun.kernels.layout import has_memory, is_transformed
 from nmrun.products.simulation import compute_dtype
 from nmrun.sparsity.layers import is_plain_linear, of_one_input
@@ -60,13 +60,9 @@ def dtypes() -> set[torch.dtype]:
 
 def best_gradient(times: Mapping[str, Times]) -> str:
     """By which path a dense weight gradient is the faster."""
-    candidate, torchs = times.get(ONEDNN), times["dense"].weight_gradient
-    faster = (
-        candidate is not None
-        and not candidate.wrong
-        and candidate.weight_gradient < FASTER * torchs
-    )
-    return ONEDNN if faster else "dense"
+    candidate, torchs = times.get(ONEDNN, Times(wrong="not tried")), times["dense"]
+    faster = candidate.weight_gradient < FASTER * torchs.weight_gradient
+    return ONEDNN if faster and not candidate.wrong else "dense"
 
 
 def weight_of(module: Any) -> Tensor | None:
@@ -86,13 +82,25 @@ def takes(module: nn.Module, x: Tensor) -> bool:
 
 def install(module: nn.Module) -> None:
     """Let a linear layer compute its products so in training."""
+    give_forward(module, linear, takes)
+
+
+def give_forward(
+    module: nn.Module,
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    when: Callable[[nn.Module, Tensor], bool],
+) -> None:
+    """Let ``nn.Linear`` or Hugging Face's ``Conv1D`` compute a product of x (..., inputs), its weight
+    (outputs, inputs) and bias for those inputs, and for all others what it did before."""
+    before = vars(module).get("forward")
+    original: Callable[..., Tensor] = type(module).forward if before is None else before.__func__
     stored = isinstance(module, nn.Linear)
 
     @of_one_input
     def forward(module: Any, input: Tensor) -> Tensor:
-        if not takes(module, input):
-            return type(module).forward(module, input)
-        return linear(input, module.weight if stored else module.weight.t(), module.bias)
+        if not when(module, input):
+            return original(module, input)
+        return product(input, module.weight if stored else module.weight.t(), module.bias)
 
     module.forward = types.MethodType(forward, module)
 
@@ -204,7 +212,7 @@ class OneDNNLinear(OneDNNCopy, nn.Linear):
         if input.numel() and dtype == torch.float32:
             return linear(input, self.weight, self.bias)
         if input.numel() and dtype == torch.bfloat16 and COPIES[self.number] is not None:
-            operands = self.weight, self.bias, self.number
+            operands = [self.weight], self.bias, self.number
             return over_tokens(input, onednn_linear, _product_of_copy, *operands)
         return super().forward(input)
 
@@ -229,7 +237,8 @@ def _state(weight: Tensor) -> tuple[int | None, int]:
     return None if weight.is_inference() else weight._version, weight.data_ptr()
 
 
-def _product_of_copy(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
+def _product_of_copy(x: Tensor, parts: list[Tensor], bias: Tensor | None, number: int) -> Tensor:
+    (weight,) = parts
     check_operands(x, weight, weight.shape[1])
     copy, copied = COPIES[number]
     if copied != _state(weight):  # written in place since
@@ -239,15 +248,11 @@ def _product_of_copy(x: Tensor, weight: Tensor, bias: Tensor | None, number: int
     return result
 
 
-@operator("onednn_linear", lambda x, weight, bias, number: x.new_empty(x.shape[0], weight.shape[0]))
-def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
-    return _product_of_copy(x.detach(), weight, bias, number)
-
-
-onednn_linear.register_autograd(
-    lambda ctx, dz: (dz @ ctx.saved_tensors[0], None, None, None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
-)
+onednn_linear = inference(
+    "onednn_linear",
+    lambda x, parts, bias, number: x.new_empty(x.shape[0], parts[0].shape[0]),
+    lambda dz, size, parts, *others: dz @ parts[0],
+)(_product_of_copy)
 
 
 class DenseInt8Linear(OneDNNCopy):
@@ -308,7 +313,9 @@ class DenseInt8Linear(OneDNNCopy):
         Raises:
             RuntimeError: for NaN and infinity in the input.
         """
-        return over_tokens(input, dense_int8, _int8_product, self.values, self.scales, self.number)
+        return over_tokens(
+            input, dense_int8, _int8_product, [self.values, self.scales], self.number
+        )
 
     def dense(self) -> Tensor:
         """The weight as it was rounded, float32."""
@@ -318,7 +325,8 @@ class DenseInt8Linear(OneDNNCopy):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def _int8_product(x: Tensor, weight: Tensor, scales: Tensor, number: int) -> Tensor:
+def _int8_product(x: Tensor, parts: list[Tensor], number: int) -> Tensor:
+    weight, _ = parts
     check_operands(x, weight, weight.shape[1])
     if not x.numel():
         return x.new_empty(len(x), len(weight))
@@ -338,18 +346,8 @@ def _int8_product(x: Tensor, weight: Tensor, scales: Tensor, number: int) -> Ten
     return result.to(x.dtype)
 
 
-@operator("dense_int8", lambda x, weight, scales, number: x.new_empty(x.shape[0], weight.shape[0]))
-def dense_int8(x: Tensor, weight: Tensor, scales: Tensor, number: int) -> Tensor:
-    return _int8_product(x.detach(), weight, scales, number)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:3])
-
-
-def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
-    weight, scales = ctx.saved_tensors
-    return dz @ (weight * scales[:, None]).to(dz.dtype), None, None, None
-
-
-dense_int8.register_autograd(_backward, setup_context=_save)
+dense_int8 = inference(
+    "dense_int8",
+    lambda x, parts, number: x.new_empty(x.shape[0], parts[0].shape[0]),
+    lambda dz, size, parts, number: dz @ (parts[0] * parts[1][:, None]).to(dz.dtype),
+)(_int8_product)

@@ -1,24 +1,108 @@
 """Linear layers for inference on the CPU whose N:M weight is packed: in float32 or bfloat16, with
 products in bfloat16, or in int8. They stand in the place of ``nn.Linear`` and Hugging Face's
-``Conv1D``.
+``Conv1D``. :class:`PackedLayer` is what they share with convolutions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from nmrun.fast.cpu.kernels import bf16, bitmaps, blocks, int8, products, tiles
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
-from nmrun.fast.cpu.kernels.bitmaps import BitmapMatrix
-from nmrun.fast.cpu.kernels.blocks import BlockMatrix, Int8BlockMatrix
+from nmrun.fast.cpu.kernels.blocks import BitmapMatrix, BlockMatrix, Int8BlockMatrix
 from nmrun.fast.cpu.kernels.int8 import Int8Matrix
+from nmrun.fast.cpu.kernels.matrix import MATRICES, Matrix
+from nmrun.fast.cpu.kernels.products import DTYPES
 from nmrun.fast.cpu.kernels.tiles import TiledMatrix
-from nmrun.fast.cpu.packed_layer import PackedLayer, check_input
-from nmrun.fast.operators import operator, over_tokens
+from nmrun.fast.operators import inference, keep_dtypes, operator, over_tokens
+
+
+def check_input(x: Tensor, values: Tensor) -> None:
+    """Raise RuntimeError for an input or weights that are not on the CPU, and for an input of integers,
+    whose dtype the result would have."""
+    if not x.is_floating_point():
+        raise RuntimeError(f"x of {x.dtype}: packed layers take floating-point numbers")
+    if not (x.is_cpu and values.is_cpu):
+        raise RuntimeError(
+            f"these weights are packed for the CPU; x is on {x.device}, they on {values.device}"
+        )
+
+
+def check_operands(x: Tensor, values: Tensor, columns: int) -> None:
+    """Raise RuntimeError for an input of another width, and as :func:`check_input`."""
+    check_input(x, values)
+    if x.shape[-1] != columns:
+        raise RuntimeError(f"x has {x.shape[-1]} features where the layer has {columns}")
+
+
+def as_computed(x: Tensor, matrix: Matrix, dtypes: Sequence[torch.dtype]) -> Tensor:
+    """An input in the dtype of the product: that of the matrix, or its own, one of ``dtypes``; RuntimeError
+    for another one."""
+    if matrix.COMPUTES is not None:
+        return x.to(matrix.COMPUTES)
+    for tensor, name in ((x, "x"), (matrix.values, "weights")):
+        if tensor.dtype not in dtypes:
+            allowed = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise RuntimeError(f"{name} of {tensor.dtype}: this layer takes {allowed}")
+    return x
+
+
+class PackedLayer(nn.Module):
+    """A layer whose state dict has what the matrix of its weight stores, and ``bias`` where there is
+    one. Nothing in it is trained, but gradients pass through to the input.
+
+    Args:
+        matrix: a :attr:`MATRIX`.
+        bias: (outputs,), or None.
+    """
+
+    MATRIX: ClassVar[type[Matrix]]
+    values: Tensor
+    bias: Tensor | None
+
+    def __init__(self, matrix: Matrix, bias: Tensor | None) -> None:
+        super().__init__()
+        self.shape = matrix.shape
+        self.hold(matrix)
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    def hold(self, matrix: Matrix) -> None:
+        """Take over the tensors of a matrix."""
+        for name, part in matrix.named().items():
+            self.register_buffer(name, part, persistent=name in self.MATRIX.STORED)
+
+    def parts(self) -> list[Tensor]:
+        """The tensors of the matrix."""
+        buffers: Any = self._buffers
+        return [buffers[name] for name in self.MATRIX.names()]
+
+    def dense(self) -> Tensor:
+        """The weight with its zeros."""
+        return self.MATRIX(self.parts(), *self.shape).dense()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> PackedLayer:
+        keep_dtypes(self, self.MATRIX.KEPT, partial(super()._apply, *args, **kwargs))
+        return self
+
+    def _load_from_state_dict(
+        self, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
+        missing: list[str], unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        own = {name: getattr(self, name) for name in self.MATRIX.STORED}
+        if all(isinstance(state.get(prefix + name), Tensor) for name in own):
+            given = [state[prefix + name].clone() for name in own]
+            pairs = zip(given, own.values(), strict=True)
+            stored = [t.to(mine) if mine.is_floating_point() else t for t, mine in pairs]
+            try:  # another weight of this shape may have another number of non-zeros
+                self.hold(self.MATRIX.of(stored, *self.shape))
+            except ValueError as error:
+                errors.append(f"{prefix.removesuffix('.')}: {error}")
+                return
+        super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)
 
 
 class PackedLinear(PackedLayer):
@@ -32,35 +116,30 @@ class PackedLinear(PackedLayer):
         bias: (out_features,), or None.
     """
 
-    MATRIX: ClassVar[Any] = TiledMatrix
+    MATRIX: ClassVar[type[Matrix]] = TiledMatrix
 
-    def __init__(self, matrix: Any, bias: Tensor | None = None) -> None:
-        super().__init__(matrix, bias, (matrix.rows, matrix.columns))
+    def __init__(self, matrix: Matrix, bias: Tensor | None = None) -> None:
+        super().__init__(matrix, bias)
         self.in_features, self.out_features = matrix.columns, matrix.rows
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        """The layer of a weight (out_features, in_features) with zeros."""
-        row, column = weight.nonzero(as_tuple=True)
-        matrix = tiles.pack(row, column, weight.detach()[row, column], *weight.shape)
-        return cls(matrix, bias)
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Self:
+        """The layer of a weight (out_features, in_features) with zeros, rounded where the layer's numbers
+        are coarser.
+
+        Raises:
+            ValueError: for a weight that cannot be packed so, such as one with NaN in int8.
+        """
+        return cls(cls.MATRIX.packed(weight.detach()), bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """From (..., in_features) to (..., out_features), in the dtype of the input, summed in float32."""
-        kind = type(self).__name__
-        return over_tokens(
-            input, packed_linear, _product, self.parts(), self.bias, self.shape, kind
-        )
+        """From (..., in_features) to (..., out_features), in the dtype of the input, summed in float32.
 
-    @staticmethod
-    def multiply(x: Tensor, matrix: Any, bias: Tensor | None) -> Tensor:
-        """``x W^T + bias`` of tokens (tokens, in_features), in their dtype."""
-        for tensor, name in ((x, "x"), (matrix.values, "weights")):
-            if tensor.dtype not in products.DTYPES:
-                raise RuntimeError(
-                    f"{name} of {tensor.dtype}: packed layers take float32 and bfloat16"
-                )
-        return tiles.multiply(x, matrix, bias)
+        Raises:
+            RuntimeError: of int8, for NaN and infinity in the input.
+        """
+        operands = self.parts(), self.bias, self.shape, self.MATRIX.__name__
+        return over_tokens(input, packed_linear, _product, *operands)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -73,58 +152,25 @@ class Bf16Linear(PackedLinear):
     The state dict has ``values`` (slots, 32), ``index`` (slots, 32) and ``counts`` (blocks, tiles, 16).
     """
 
-    MATRIX, KEPT = Bf16Matrix, ("values",)
-
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Bf16Linear:
-        """The layer of a weight (out_features, in_features) with zeros, rounded to bfloat16."""
-        return cls(bf16.packed(weight.detach()), bias)
-
-    @staticmethod
-    def multiply(x: Tensor, matrix: Any, bias: Tensor | None) -> Tensor:
-        return bf16.multiply(x.bfloat16(), matrix, bias).to(x.dtype)
+    MATRIX = Bf16Matrix
 
 
 class BlockLinear(PackedLinear):
-    """``x W^T + bias`` with a V:N:M weight of bfloat16, on processors that multiply such numbers, by AMX
-    where it is (:mod:`nmrun.fast.cpu.kernels.blocks`). Other inputs are rounded to them.
+    """The same with a V:N:M weight, by AMX where it is (:mod:`nmrun.fast.cpu.kernels.blocks`).
 
     The state dict has ``values`` (groups, V / 16, depth, 16, 32) and ``index`` (groups, 32 * depth).
     """
 
-    MATRIX, KEPT = BlockMatrix, ("values",)
-
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> BlockLinear:
-        """The layer of a weight (out_features, in_features) with zeros, rounded to bfloat16.
-
-        Raises:
-            ValueError: where 16 rows side by side do not share their columns.
-        """
-        return cls(blocks.packed(weight.detach(), _height(weight)), bias)
-
-    @staticmethod
-    def multiply(x: Tensor, matrix: Any, bias: Tensor | None) -> Tensor:
-        return blocks.multiply(x.bfloat16(), matrix, bias).to(x.dtype)
+    MATRIX = BlockMatrix
 
 
 class BitmapLinear(PackedLinear):
-    """``x W^T + bias`` with any N:M weight of bfloat16 for few tokens, by AMX
-    (:mod:`nmrun.fast.cpu.kernels.bitmaps`). Other inputs are rounded to bfloat16.
+    """The same with any N:M weight for few tokens, by AMX.
 
     The state dict has ``values`` (non-zeros,) and ``masks`` (tiles, depth, 16).
     """
 
-    MATRIX, KEPT = BitmapMatrix, ("values",)
-
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> BitmapLinear:
-        """The layer of a weight (out_features, in_features) with zeros, rounded to bfloat16."""
-        return cls(bitmaps.packed(weight.detach()), bias)
-
-    @staticmethod
-    def multiply(x: Tensor, matrix: Any, bias: Tensor | None) -> Tensor:
-        return bitmaps.multiply(x.bfloat16(), matrix, bias).to(x.dtype)
+    MATRIX = BitmapMatrix
 
 
 class Int8Linear(PackedLinear):
@@ -133,31 +179,12 @@ class Int8Linear(PackedLinear):
 
     The state dict has ``values`` (slots, 64), ``index`` (slots, 64), ``counts`` (tiles, segments) and
     ``scales`` (out_features,).
-
-    Raises:
-        RuntimeError: when called, for NaN and infinity in the input.
     """
 
-    MATRIX: ClassVar[Any] = Int8Matrix
-    KEPT = ("scales",)
-
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Int8Linear:
-        """The layer of a weight (out_features, in_features) with zeros, rounded to int8.
-
-        Raises:
-            ValueError: for a weight with NaN or infinity.
-        """
-        row, column = weight.nonzero(as_tuple=True)
-        value, scales = int8.quantised(row, weight.detach()[row, column], len(weight))
-        return cls(int8.pack(row, column, value, scales, *weight.shape), bias)
-
-    @staticmethod
-    def multiply(x: Tensor, matrix: Any, bias: Tensor | None) -> Tensor:
-        return int8.multiply(x.float(), matrix, bias).to(x.dtype)
+    MATRIX = Int8Matrix
 
 
-class Int8BlockLinear(Int8Linear):
+class Int8BlockLinear(PackedLinear):
     """The same of a V:N:M weight, by AMX where it is, with the same bits
     (:mod:`nmrun.fast.cpu.kernels.blocks`).
 
@@ -167,73 +194,28 @@ class Int8BlockLinear(Int8Linear):
 
     MATRIX = Int8BlockMatrix
 
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Int8BlockLinear:
-        """The layer of a weight (out_features, in_features) with zeros, rounded to int8.
-
-        Raises:
-            ValueError: for a weight with NaN or infinity, and where 16 rows side by side do not
-                share their columns.
-        """
-        return cls(blocks.packed_int8(weight.detach(), _height(weight)), bias)
-
-    @staticmethod
-    def multiply(x: Tensor, matrix: Any, bias: Tensor | None) -> Tensor:
-        return blocks.multiply_int8(x.float(), matrix, bias).to(x.dtype)
-
-
-def _height(weight: Tensor) -> int:
-    height = blocks.height_of(weight != 0)
-    if height is None:
-        raise ValueError("16 rows side by side keep more than three quarters of the columns")
-    return height
-
-
-# the layers by the name that the operators take
-LAYERS = {
-    layer.__name__: layer
-    for layer in (PackedLinear, Bf16Linear, BlockLinear, BitmapLinear, Int8Linear, Int8BlockLinear)
-}
-
-
-def check_operands(x: Tensor, values: Tensor, columns: int) -> None:
-    """Raise RuntimeError for an input of another width, and as :func:`check_input`."""
-    check_input(x, values)
-    if x.shape[-1] != columns:
-        raise RuntimeError(f"x has {x.shape[-1]} features where the layer has {columns}")
-
 
 def _product(
     x: Tensor, parts: list[Tensor], bias: Tensor | None, shape: Sequence[int], kind: str
 ) -> Tensor:
     check_operands(x, parts[0], shape[1])
-    layer, bias = LAYERS[kind], None if bias is None else bias.float()
-    return layer.multiply(x, layer.MATRIX(*parts, *shape), bias)
+    matrix, bias = MATRICES[kind](parts, *shape), None if bias is None else bias.float()
+    return matrix.multiply(as_computed(x, matrix, DTYPES), bias).to(x.dtype)
 
 
-@operator("packed_linear", lambda x, parts, bias, shape, kind: x.new_empty(x.shape[0], shape[0]))
-def packed_linear(
-    x: Tensor, parts: list[Tensor], bias: Tensor | None, shape: Sequence[int], kind: str
-) -> Tensor:
-    return _product(x.detach(), parts, bias, shape, kind)
-
-
-@operator("unpacked", lambda parts, shape, kind: parts[0].new_empty(shape, dtype=torch.float32))
+@operator(
+    "unpacked",
+    lambda parts, shape, kind: parts[0].new_empty(
+        shape[0], shape[1] * shape[2], dtype=torch.float32
+    ),
+)
 def unpacked(parts: list[Tensor], shape: Sequence[int], kind: str) -> Tensor:
     """A packed weight with its zeros, float32."""
-    dense: Tensor = LAYERS[kind].MATRIX(*parts, *shape).dense()
-    return dense.float()
+    return MATRICES[kind](parts, *shape).dense().float()
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, parts, _, ctx.shape, ctx.kind = inputs
-    ctx.save_for_backward(*parts)
-
-
-def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
-    parts = list(ctx.saved_tensors)
-    dense = unpacked(parts, ctx.shape, ctx.kind)
-    return dz @ dense.to(dz.dtype), [None] * len(parts), None, None, None
-
-
-packed_linear.register_autograd(_backward, setup_context=_save)
+packed_linear = inference(
+    "packed_linear",
+    lambda x, parts, bias, shape, kind: x.new_empty(x.shape[0], shape[0]),
+    lambda dz, size, parts, bias, shape, kind: dz @ unpacked(parts, shape, kind).to(dz.dtype),
+)(_product)

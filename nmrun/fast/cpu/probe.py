@@ -5,10 +5,12 @@ right and faster: tested and timed once a shape, and remembered on disk; how a l
 from __future__ import annotations
 
 import functools
+import math
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
@@ -24,8 +26,13 @@ from nmrun.fast.cpu import convolution, linear, onednn
 from nmrun.fast.cpu.convolution import Bf16ConvolutionProducts, ConvolutionProducts
 from nmrun.fast.cpu.kernels import bf16, blocks, products
 from nmrun.fast.cpu.kernels.convolution import Window
-from nmrun.fast.cpu.linear import Bf16Forward, Bf16Products, BlockProducts, LinearProducts
-from nmrun.fast.cpu.weight import PRODUCTS
+from nmrun.fast.cpu.linear import (
+    PRODUCTS,
+    Bf16Forward,
+    Bf16Products,
+    BlockProducts,
+    LinearProducts,
+)
 from nmrun.fast.measurement import (
     BF16,
     BF16_BLOCKS,
@@ -53,6 +60,9 @@ CONVOLUTION = {"packed": ConvolutionProducts, BF16: Bf16ConvolutionProducts}
 # Python does around an operator eats the gain
 SMALLEST = 1 << 24
 ROUNDS = 9
+Call = Callable[[], Any]
+Calls = dict[str, tuple[Call, ...]]  # by path
+Checks = Iterable[tuple[Call, Tensor]]  # products, and what they should be
 ENOUGH = 1.0  # seconds of one product's rounds after which three are enough
 
 
@@ -169,8 +179,7 @@ def measured(
 ) -> dict[str, Times]:
     """The times of the layer by every path that is tried; from the disk if they are known there for
     this processor and this number of threads. ``by``: what measures, default :func:`measure`."""
-    call = functools.partial(by or measure, shape)
-    return measurement.measured(shape, FILE, _machine(), device, call)
+    return measurement.measured(shape, FILE, _machine(), device, partial(by or measure, shape))
 
 
 def measure(shape: LinearShape | ConvolutionShape | AttentionShape) -> dict[str, Times]:
@@ -180,164 +189,150 @@ def measure(shape: LinearShape | ConvolutionShape | AttentionShape) -> dict[str,
     return _of_convolution(shape) if isinstance(shape, ConvolutionShape) else _of_linear(shape)
 
 
+def normal(*sizes: Sequence[int]) -> list[Tensor]:
+    """Normal numbers, the same for the same sizes."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(*size, generator=generator) for size in sizes]
+
+
 def _of_convolution(shape: ConvolutionShape) -> dict[str, Times]:
-    generator, window = torch.Generator().manual_seed(1), shape.window
+    window, moves = shape.window, shape.window.moves
     order = torch.channels_last if shape.channels_last else torch.contiguous_format
-    out = (shape.images, shape.rows, *window.out(*shape.size))
-    weight, x, dz = (
-        torch.randn(*size, generator=generator).contiguous(memory_format=order)
-        for size in ((shape.rows, shape.columns, *window.taps),
-                     (shape.images, shape.columns, *shape.size), out)
-    )  # fmt: skip
+    images, out = (shape.images, shape.columns, *shape.size), window.out(*shape.size)
+    sizes = (shape.rows, shape.columns, *window.taps), images, (shape.images, shape.rows, *out)
+    weight, x, dz = (t.contiguous(memory_format=order) for t in normal(*sizes))
     weight = hard_threshold(weight, shape.pattern, 1).contiguous(memory_format=order)
-    kind = CONVOLUTION[shape.packed]
-    packed = kind((shape.rows, shape.columns), window)
-    packed.write(weight, None)
-    moves, backward = (window.stride, window.padding, window.dilation), packed.parts("backward")
+    packed = CONVOLUTION[shape.packed]((shape.rows, shape.columns), window)
+    write = partial(packed.write, weight, None)
+    write()
     x, dz, low = (t.to(shape.dtype) for t in (x, dz, weight))
-
-    def z() -> Tensor:
-        return packed(x, weight, None)
-
-    def dx() -> Tensor:
-        return convolution.convolution_back(dz, weight, backward, shape.size, *moves)
-
-    def dense_z() -> Tensor:
-        return functional.conv2d(x, low, None, *moves)
-
-    def dense_dx() -> Tensor:
-        gradient: Tensor = torch.ops.aten.convolution_backward(
-            dz, x, low, None, *moves, False, [0, 0], 1, [True, False, False]
-        )[0]
-        return gradient
-
+    how = (*moves, False, [0, 0], 1, [True, False, False])
+    back = dz, weight, packed.parts("backward"), shape.size, window.numbers
+    calls: Calls = {
+        "dense": (
+            partial(functional.conv2d, x, low, None, *moves),
+            lambda: torch.ops.aten.convolution_backward(dz, x, low, None, *how)[0],
+        ),
+        shape.packed: (
+            partial(packed, x, weight, None),
+            partial(convolution.convolution_back, *back),
+        ),
+    }
     rounded = low.float()
-    exact_z = functional.conv2d(x.float(), rounded, None, *moves)
-    exact_dx = conv2d_input(x.shape, rounded, dz.float(), *moves)
-    _, pack = side_by_side(lambda: None, lambda: packed.write(weight, None))
-    calls = {"dense": (dense_z, dense_dx), shape.packed: (z, dx)}
-    wrong = {shape.packed: first_fault((z, dx), (exact_z, exact_dx))}
-    return timed(calls, wrong, {shape.packed: pack})  # the weight gradient is dense by either path
+    exact = (
+        functional.conv2d(x.float(), rounded, None, *moves),
+        conv2d_input(x.shape, rounded, dz.float(), *moves),
+    )
+    checks = {shape.packed: zip(calls[shape.packed], exact, strict=True)}
+    return tried(
+        calls, checks, {shape.packed: write}
+    )  # the weight gradient is dense by either path
 
 
 def _of_linear(shape: LinearShape) -> dict[str, Times]:
-    generator = torch.Generator().manual_seed(1)
-    sizes = ((shape.rows, shape.columns), (shape.tokens, shape.columns),
-             (shape.tokens, shape.rows), (shape.rows,))  # fmt: skip
-    weight, x, dz, bias = (torch.randn(*size, generator=generator) for size in sizes)
+    sides = shape.rows, shape.columns
+    inputs, outputs = (shape.tokens, shape.columns), (shape.tokens, shape.rows)
+    weight, x, dz, bias = normal(sides, inputs, outputs, (shape.rows,))
     if shape.pattern is not None:
         weight = hard_threshold(weight, shape.pattern, 1).contiguous()
     low, x, dz, low_bias = (t.to(shape.dtype) for t in (weight, x, dz, bias))
     # forward product, input gradient and weight gradient by each path
-    calls: dict[str, tuple[Callable[[], Tensor], ...]] = {
+    calls: Calls = {
         "dense": (
             lambda: functional.linear(x, weight.to(shape.dtype), low_bias),  # as autocast does
             lambda: dz @ low,
             lambda: dz.t() @ x,
         )
     }
-    whole = dz.float().t() @ x.float()
+    whole, checks, pack = dz.float().t() @ x.float(), dict[str, Checks](), dict[str, Call]()
 
-    def exact(used: Tensor, gradient: Tensor) -> list[Tensor]:
+    def check(name: str, used: Tensor, gradient: Tensor) -> None:
         used = used.float()
-        return [functional.linear(x.float(), used, bias), dz.float() @ used, gradient]
+        exact = functional.linear(x.float(), used, bias), dz.float() @ used, gradient
+        checks[name] = zip(calls[name], exact, strict=True)
 
-    expected, pack = {"dense": exact(weight, whole)}, dict[str, float]()
     if ONEDNN in shape.paths:
-        expected[ONEDNN] = expected["dense"]
         calls[ONEDNN] = (
             lambda: onednn.product(x, weight, bias),
             lambda: onednn.product(dz, weight.t()),
             lambda: onednn.product(dz.t(), x.t()),
         )
-    if shape.pattern is not None:
-        for name in shape.paths:
-            if name in LINEAR:
-                packed = LINEAR[name]((shape.rows, shape.columns), shape.dtype, shape.pattern)
-                packed.write(weight, None)
-                calls[name] = _packed(packed, weight, x, dz, bias)
-                # a product is right within the rounding of its own result, so of what it rounds first
-                kept = weight != 0
-                if isinstance(packed, BlockProducts):
-                    columns = blocks.kept_columns(kept, packed.height)
-                    kept = columns.repeat_interleave(packed.height, 0)
-                expected[name] = exact(low if name in LOW else weight, whole * kept)
-                _, pack[name] = side_by_side(
-                    lambda: None, functools.partial(packed.write, weight, None)
-                )
-    wrong = {name: first_fault(calls[name], expected[name]) for name in calls if name != "dense"}
-    return timed(calls, wrong, pack)
+        check(ONEDNN, weight, whole)
+    for name in (path for path in shape.paths if path in LINEAR):
+        assert shape.pattern is not None
+        packed = LINEAR[name](sides, shape.dtype, shape.pattern)
+        pack[name] = partial(packed.write, weight, None)
+        pack[name]()
+        forward, backward = map(packed.parts, PRODUCTS)
+        calls[name] = (
+            partial(linear.linear, x, weight, bias, forward, backward, linear.DENSE),
+            partial(linear.multiply, dz, backward, shape.columns),
+            partial(linear.sampled, dz, x, forward),
+        )
+        # a product is right within the rounding of its own result, so of what it rounds first
+        kept = weight != 0
+        if isinstance(packed, BlockProducts):
+            kept = blocks.kept_columns(kept, packed.height).repeat_interleave(packed.height, 0)
+        check(name, low if name in LOW else weight, whole * kept)
+    return tried(calls, checks, pack)
 
 
 def _of_attention(shape: AttentionShape) -> dict[str, Times]:
-    generator = torch.Generator().manual_seed(1)
     size = (shape.batch, shape.tokens, shape.heads, shape.width)
-    *operands, dz = (
-        torch.randn(*size, generator=generator).bfloat16().transpose(1, 2) for _ in range(4)
-    )
+    *operands, dz = (t.bfloat16().transpose(1, 2) for t in normal(*[size] * 4))
     leaves = [operand.detach().requires_grad_() for operand in operands]
-    calls: dict[str, tuple[Callable[[], object], ...]] = {}
+    calls: Calls = {}
     for path in shape.paths:
         attention = DotProductAttention(shape.causal)
         attention.in_float32 = path == FLOAT32
         with torch.enable_grad():
             z = attention(*leaves)
-        gradients = functools.partial(torch.autograd.grad, z, leaves, dz, retain_graph=True)
-        calls[path] = functools.partial(attention, *operands), gradients
-    return timed(calls)
+        gradients = partial(torch.autograd.grad, z, leaves, dz, retain_graph=True)
+        calls[path] = partial(attention, *operands), gradients
+    return tried(calls)
 
 
-def first_fault(products: Iterable[Callable[[], Tensor]], expected: Iterable[Tensor]) -> str:
-    """What is wrong with the first product that is; empty if none is."""
-    return next(filter(None, map(fault, products, expected)), "")
-
-
-def timed(
-    calls: Mapping[str, Sequence[Callable[[], object]]],
-    wrong: Mapping[str, str] = MappingProxyType({}),
-    pack: Mapping[str, float] = MappingProxyType({}),
+def tried(
+    calls: Calls,
+    checks: Mapping[str, Checks] = MappingProxyType({}),
+    pack: Mapping[str, Call] = MappingProxyType({}),
 ) -> dict[str, Times]:
-    """The times of each path's products, in which the paths take turns.
+    """The times of each path's products, in which the paths take turns; of one that is wrong, why.
 
     Args:
         calls: forward product and gradients by path.
-        wrong: what is wrong with a path; such a one is not timed.
-        pack: the milliseconds that packing takes by path.
+        checks: products of a path with what they should be.
+        pack: what packs the weight of a path.
     """
-    by_path = {name: Times(wrong=message) for name, message in wrong.items() if message}
+    by_path = dict[str, Times]()
+    for name, pairs in checks.items():
+        if wrong := next(filter(None, (fault(call, exact) for call, exact in pairs)), ""):
+            by_path[name] = Times(wrong=wrong)
     right = [name for name in calls if name not in by_path]
     durations = [side_by_side(*each) for each in zip(*(calls[n] for n in right), strict=True)]
     for name, *times in zip(right, *durations, strict=True):
-        by_path[name] = Times(pack.get(name, 0.0), *times)
+        packing = side_by_side(lambda: None, pack[name])[1] if name in pack else 0.0
+        by_path[name] = Times(packing, *times)
     return by_path
-
-
-def _packed(
-    packed: LinearProducts, weight: Tensor, x: Tensor, dz: Tensor, bias: Tensor
-) -> tuple[Callable[[], Tensor], ...]:
-    forward, backward = map(packed.parts, PRODUCTS)
-    return (
-        lambda: linear.linear(x, weight, bias, forward, backward, linear.DENSE),
-        lambda: linear.multiply(dz, backward, x.shape[1]),
-        lambda: linear.sampled(dz, x, forward),
-    )
 
 
 def side_by_side(*calls: Callable[[], object]) -> list[float]:
     """The milliseconds of each call in the fastest of :data:`ROUNDS` rounds, in which all take turns.
 
-    The fastest is what other work disturbs least. Where other processes take half of each core, the
-    ratio of two such times is up to a fifth off. That of the medians is up to a third off.
+    With one thread it is that thread's CPU time, which other work hardly disturbs; else it is that of the
+    wall. The fastest is disturbed least: where other processes take half of each core, the ratio of two
+    such times is up to a fifth off, that of the medians up to a third.
     """
     durations: list[list[float]] = [[] for _ in calls]
+    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     began = time.perf_counter()
     for count in range(ROUNDS + 1):
         if count > 3 and time.perf_counter() - began > ENOUGH:
             break
         for call, times in zip(calls, durations, strict=True):
-            begin = time.perf_counter()
+            begin = now()
             call()
-            times.append(1e3 * (time.perf_counter() - begin))
+            times.append(1e3 * (now() - begin))
     return [min(times[1:]) for times in durations]  # the first warms up
 
 
@@ -388,39 +383,35 @@ def eligible(
     else:
         mvue = weight.layer is not None and weight.layer.mvue is not None
         rows, columns = weight.shape if weight.dim == 1 else reversed(weight.shape)
-        tokens = inputs.numel() // max(1, inputs[-1])
         pattern = weight.pattern if blocks.height_in(weight.pattern) else weight.pattern.by_rows
-        shape = LinearShape(rows, columns, tokens, dtype, pattern, mvue)
+        shape = LinearShape(rows, columns, tokens_of(inputs), dtype, pattern, mvue)
     if shape.multiplications < SMALLEST:
         return f"its products are too small to gain ({shape})", None
     return "", shape
 
 
-def dense(
+def otherwise(
     module: nn.Module, largest_input: tuple[torch.Size, torch.dtype] | None
-) -> LinearShape | None:
-    """The shape that can be tried by oneDNN, of a module that has no sparse weight; None where it
-    cannot."""
-    weight = onednn.weight_of(module)
-    if largest_input is None or weight is None or not onednn.available():
-        return None
-    inputs, dtype = largest_input
-    if not dtype == weight.dtype == torch.float32:
-        return None
-    rows, columns = weight.shape
-    shape = LinearShape(rows, columns, inputs.numel() // max(1, inputs[-1]), dtype, None)
-    return shape if shape.multiplications >= SMALLEST else None
-
-
-def attention(
-    module: DotProductAttention, largest_input: tuple[torch.Size, torch.dtype] | None
-) -> AttentionShape | None:
-    """The shape that can be tried in float32; None where it cannot."""
+) -> LinearShape | AttentionShape | None:
+    """The shape that can be tried of a module that has no sparse weight: a linear layer by oneDNN,
+    attention in float32; None where it cannot."""
+    shape: LinearShape | AttentionShape
     size, dtype = largest_input or ((), None)
-    if dtype != torch.bfloat16 or len(size) != 4:
-        return None
-    shape = AttentionShape(*size, causal=module.causal)
+    if isinstance(module, DotProductAttention):
+        if dtype != torch.bfloat16 or len(size) != 4:
+            return None
+        shape = AttentionShape(*size, causal=module.causal)
+    else:
+        weight = onednn.weight_of(module)
+        if weight is None or not dtype == weight.dtype == torch.float32 or not onednn.available():
+            return None
+        shape = LinearShape(len(weight), weight.shape[1], tokens_of(size), torch.float32, None)
     return shape if shape.multiplications >= SMALLEST else None
+
+
+def tokens_of(size: Sequence[int]) -> int:
+    """Of an input of this size."""
+    return math.prod(size) // max(1, size[-1])
 
 
 def _convolution(weight: SparseWeight, inputs: torch.Size, dtype: torch.dtype) -> ConvolutionShape:

@@ -22,9 +22,9 @@ from torch.nn import functional
 
 from nmrun.fast.gpu import semi_structured
 from nmrun.fast.measurement import on
-from nmrun.fast.operators import PACKED, keep_dtypes, operator, over_tokens
+from nmrun.fast.operators import keep_dtypes, operator, over_tokens, training
 from nmrun.patterns import Pattern
-from nmrun.products.simulation import estimate, refuse_second_gradients
+from nmrun.products.simulation import estimate
 
 
 class SemiStructuredProducts(nn.Module):
@@ -100,19 +100,6 @@ class SemiStructuredProducts(nn.Module):
         return z.view(*x.shape[:-1], z.shape[-1])
 
 
-@operator(
-    "linear24",
-    lambda x, weight, bias, forward, backward, path, input_path, mvue: x.new_empty(
-        x.shape[0], weight.shape[0]
-    ),
-)
-def linear24(
-    x: Tensor, weight: Tensor, bias: Tensor | None, forward: list[Tensor], backward: list[Tensor],
-    path: str, input_path: str | None, mvue: str | None,
-) -> Tensor:  # fmt: skip
-    return _product(x, forward, weight.shape[0], path, bias)
-
-
 def _product(
     x: Tensor, parts: list[Tensor], rows: int, path: str, bias: Tensor | None = None
 ) -> Tensor:
@@ -143,35 +130,42 @@ multiply24 = operator(
 )(_product)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, forward, backward, _, ctx.input_path, ctx.mvue = inputs
-    ctx.save_for_backward(x, *backward)
-    ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
-    ctx.nothing = [None] * len(forward), [None] * len(backward)
+def _input_gradient(
+    dz: Tensor,
+    x: Tensor,
+    backward: list[Tensor],
+    path: str,
+    input_path: str | None,
+    mvue: str | None,
+) -> Tensor:
+    if input_path is None:
+        return dz @ backward[0]
+    dx: Tensor = multiply24(dz, backward, x.shape[1], input_path)
+    return dx
 
 
-def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
-    refuse_second_gradients(*PACKED)
-    x, *backward = ctx.saved_tensors
-    dx = dw = db = None
-    weight_dtype, bias_dtype = ctx.dtypes
-    dz = dz.contiguous()  # a gradient may come expanded
-    if ctx.needs_input_grad[0]:
-        if ctx.input_path is not None:
-            dx = multiply24(dz, backward, x.shape[1], ctx.input_path)
-        else:
-            dx = dz @ backward[0]
-    if ctx.needs_input_grad[2]:
-        db = dz.sum(0).to(bias_dtype)
-    if ctx.needs_input_grad[1]:
-        if ctx.mvue is not None:
-            dz = estimate(dz, Pattern.parse(ctx.mvue))
-        # autograd would copy what is not stored as the weight is
-        dw = (dz.t() @ x).to(weight_dtype, memory_format=torch.contiguous_format)
-    return dx, dw, db, *ctx.nothing, None, None, None
+def _weight_gradient(
+    dz: Tensor,
+    x: Tensor,
+    forward: list[Tensor],
+    path: str,
+    input_path: str | None,
+    mvue: str | None,
+) -> Tensor:
+    return (dz if mvue is None else estimate(dz, Pattern.parse(mvue))).t() @ x
 
 
-linear24.register_autograd(_backward, setup_context=_save)
+@training(
+    "linear24",
+    lambda x, weight, bias, *how: x.new_empty(x.shape[0], weight.shape[0]),
+    _input_gradient,
+    _weight_gradient,
+)
+def linear24(
+    x: Tensor, weight: Tensor, bias: Tensor | None, forward: list[Tensor], backward: list[Tensor],
+    path: str, input_path: str | None, mvue: str | None,
+) -> Tensor:  # fmt: skip
+    return _product(x, forward, weight.shape[0], path, bias)
 
 
 class SemiStructuredLinear(nn.Module):

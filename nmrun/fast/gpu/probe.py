@@ -20,7 +20,7 @@ from torch.nn import functional
 from nmrun.errors import first_line
 from nmrun.fast import measurement
 from nmrun.fast.gpu import linear, semi_structured
-from nmrun.fast.gpu.kernels import compression, cusparselt
+from nmrun.fast.gpu.kernels import cusparselt
 from nmrun.fast.gpu.linear import SemiStructuredProducts
 from nmrun.fast.measurement import NO_MEMORY, Times, version
 from nmrun.products import layer
@@ -114,7 +114,7 @@ def library(device: torch.device) -> str:
 
 
 def _machine(device: torch.device) -> str:
-    modules = measurement, semi_structured, linear, compression, cusparselt
+    modules = measurement, semi_structured, linear, cusparselt
     files = [Path(file) for file in (__file__, *(str(module.__file__) for module in modules))]
     packages = map(resources.files, ("nmrun.kernels", "nmrun.fast.gpu.kernels"))
     sources = (file for package in packages for file in package.iterdir())

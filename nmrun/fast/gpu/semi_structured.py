@@ -5,7 +5,7 @@ believed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nmrun.errors import first_line
-from nmrun.fast.gpu.kernels import compression, cusparselt
+from nmrun.fast.gpu.kernels import cusparselt
 from nmrun.fast.measurement import fault
 
 Parts = list[Tensor]
@@ -41,31 +41,19 @@ class Path:
 
     pack: Callable[[Tensor], Parts]
     multiply: Callable[..., Tensor]
-    rewrite: Callable[[Parts, Tensor], None] | None = None
+    rewrite: Callable[[Parts, Tensor], object] | None = None
     algorithms: Callable[[Tensor, Parts], int] | None = None
 
 
-def cusparselt_pack(weight: Tensor) -> Parts:
-    """As ``Path.pack``, in bfloat16 or float16."""
-    return [compression.compressed(weight, weight.dtype)]
-
-
-def cusparselt_rewrite(parts: Parts, weight: Tensor) -> None:
-    """As ``Path.rewrite``; the weight is stored by rows or by columns."""
-    compression.compressed(weight, parts[0].dtype, out=parts[0])
-
-
-def cusparselt_multiply(x: Tensor, parts: Parts, bias: Tensor | None, algorithm: int = 0) -> Tensor:
-    z = cusparselt.multiply(parts[0], padded(x), bias, algorithm=algorithm)
-    return z[: len(x)]
-
-
-def cusparselt_algorithms(x: Tensor, parts: Parts) -> int:
-    return cusparselt.algorithms(parts[0], padded(x))
-
-
 # NVIDIA's library: Ampere and later
-CUSPARSELT = Path(cusparselt_pack, cusparselt_multiply, cusparselt_rewrite, cusparselt_algorithms)
+CUSPARSELT = Path(
+    lambda weight: [cusparselt.compressed(weight, weight.dtype)],
+    lambda x, parts, bias, algorithm=0: cusparselt.multiply(parts[0], padded(x), bias, algorithm)[
+        : len(x)
+    ],
+    lambda parts, weight: cusparselt.compressed(weight, parts[0].dtype, out=parts[0]),
+    lambda x, parts: cusparselt.algorithms(parts[0], padded(x)),
+)
 PATHS = {"cusparselt": CUSPARSELT}
 # The reference, on any device: the zeros are multiplied too.
 MASKED = Path(
@@ -97,7 +85,8 @@ def fastest(
     Raises ValueError, which says what is wrong, where none is right.
     """
     times: dict[str, float] = {}
-    names, wrong = _with_algorithms(name, x, parts), ""
+    count, wrong = named(name).algorithms, ""
+    names = [name] if count is None else [f"{name}:{i}" for i in range(count(x, parts))] or [name]
     calls = {each: partial(named(each).multiply, x, parts, bias) for each in names}
     if len(names) > 1:
         for each, call in calls.items():
@@ -115,11 +104,6 @@ def fastest(
         if not wrong:
             return each, milliseconds(calls[each], graph=graph)
     raise ValueError(wrong)
-
-
-def _with_algorithms(name: str, x: Tensor, parts: Parts) -> Sequence[str]:
-    count = named(name).algorithms
-    return [name] if count is None else [f"{name}:{i}" for i in range(count(x, parts))] or [name]
 
 
 def transposable(rows: int, columns: int, device: torch.device | str) -> Tensor:

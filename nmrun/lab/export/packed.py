@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nmrun.errors import RunError
 from nmrun.fast.cpu.kernels import int8
-from nmrun.fast.deploy import TOLERANCE, int8_layers, times
+from nmrun.fast.deploy import TOLERANCE, times, try_int8
 from nmrun.fast.measurement import DENSE_INT8, INT8
 from nmrun.fast.packed import FILE, VERSION, VERSION_INT8, pack, sha256_of
 from nmrun.fast.sites import Site, install, sites, watch
@@ -68,8 +68,9 @@ def _in_int8(run: FinishedRun) -> tuple[dict[str, Rounded], list[str]]:
         name = site.name.partition("[")[0]  # it belongs to the weight of which this is a part
         if name in sparse:
             what = "convolutions stay as they are"
-            if site.tokens is not None:
-                site.candidates, what = int8_layers(site, True, TOLERANCE)
+            if site.given:
+                try_int8(site, True, TOLERANCE)
+                what = "; ".join(site.notes)
             if INT8 not in site.candidates:
                 reasons[name] = what
             parts[name].append(site)
@@ -92,10 +93,9 @@ def _faster(parts: list[Site], timings: dict[Any, dict[str, float]]) -> str:
     ``timings`` has the times of parts alike."""
     total: Counter[str] = Counter()
     for site in parts:
-        key = (*site.timing_key, *site.candidates)
-        if key not in timings:
-            timings[key], _ = times([site])
-        total.update(timings[key])
+        if site.timing_key not in timings:
+            timings[site.timing_key], _ = times([site])
+        total.update(timings[site.timing_key])
     paths = set.intersection(*(set(site.candidates) for site in parts))
     return min(paths, key=lambda name: total[name])
 

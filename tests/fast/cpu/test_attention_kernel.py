@@ -11,7 +11,8 @@ import torch
 from operands import normal
 from torch import Tensor
 
-from nmrun.fast.cpu.kernels import bf16, fused
+from nmrun.fast import fused
+from nmrun.fast.cpu.kernels import bf16
 
 pytestmark = pytest.mark.skipif(bool(fused.KERNELS.obstacle()), reason="no compiler or no AVX-512")
 

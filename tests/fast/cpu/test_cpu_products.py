@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nmrun.fast.cpu.kernels import products
-from nmrun.fast.cpu.kernels.products import PackedMatrix, multiply, pack, sampled
+from nmrun.fast.cpu.kernels.products import PackedMatrix, pack
 from nmrun.kernels import compiler
 
 pytestmark = pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler here")
@@ -64,9 +64,9 @@ def test_every_pattern(n: int, m: int) -> None:
     assert torch.equal(turned.dense(), w.t())
     g = torch.Generator().manual_seed(1)
     x, dz, bias = (torch.randn(*size, generator=g) for size in ((70, 150), (70, 37), (37,)))
-    assert close(multiply(x, rows, bias), x.double() @ w.double().t() + bias, 150)
-    assert close(multiply(dz, turned), dz.double() @ w.double(), 37)
-    assert close(sampled(x, dz, rows), dz.double().t() @ x.double() * (w != 0), 70)
+    assert close(rows.multiply(x, bias), x.double() @ w.double().t() + bias, 150)
+    assert close(turned.multiply(dz), dz.double() @ w.double(), 37)
+    assert close(rows.sampled(x, dz), dz.double().t() @ x.double() * (w != 0), 70)
 
 
 @pytest.mark.parametrize(("tokens", "columns", "rows"), SIZES)
@@ -74,11 +74,11 @@ def test_every_tail(tokens: int, columns: int, rows: int) -> None:
     w = matrix(rows, columns, 1, 3)
     x, dz = torch.randn(tokens, columns), torch.randn(tokens, rows)
     by_rows, turned = packed(w)
-    z = multiply(x, by_rows)
+    z = by_rows.multiply(x)
     assert close(z, x.double() @ w.double().t(), columns)
-    assert torch.equal(multiply(x.t(), by_rows, turned=True), z.t())
-    assert close(multiply(dz, turned), dz.double() @ w.double(), rows)
-    assert close(sampled(x, dz, by_rows), dz.double().t() @ x.double() * (w != 0), tokens)
+    assert torch.equal(by_rows.multiply(x.t(), turned=True), z.t())
+    assert close(turned.multiply(dz), dz.double() @ w.double(), rows)
+    assert close(by_rows.sampled(x, dz), dz.double().t() @ x.double() * (w != 0), tokens)
 
 
 @pytest.mark.parametrize("full", [0, 1 << 40])  # from its rows, from the matrix itself
@@ -110,7 +110,7 @@ def test_uneven_rows_and_empty_ones() -> None:
     w[1], w[2, 299], w[4, :130] = torch.randn(300), 2.0, torch.randn(130)
     x = torch.randn(5, 300)
     rows, turned = packed(w)
-    assert close(multiply(x, rows), x.double() @ w.double().t(), 300)
+    assert close(rows.multiply(x), x.double() @ w.double().t(), 300)
     assert torch.equal(turned.dense(), w.t())
 
 
@@ -127,7 +127,7 @@ def test_the_bits_do_not_depend_on_threads_or_on_other_tokens(
         again = packed(w)[1]
         assert torch.equal(again.values[: again.count], turned.values[: turned.count])
         assert torch.equal(again.start, turned.start)
-        results.append((multiply(x, rows), multiply(x[:3], rows), sampled(x, dz, rows)))
+        results.append((rows.multiply(x), rows.multiply(x[:3]), rows.sampled(x, dz)))
     for z, few, gradient in results:
         assert torch.equal(z, results[0][0])
         assert torch.equal(gradient, results[0][2])
@@ -138,13 +138,13 @@ def test_bfloat16_is_rounded_once() -> None:
     w, bias = matrix(40, 200, 1, 4), torch.randn(40)
     x = torch.randn(67, 200).bfloat16()
     rows, _ = packed(w)
-    z, exact = multiply(x, rows, bias), x.double() @ w.double().t() + bias
+    z, exact = rows.multiply(x, bias), x.double() @ w.double().t() + bias
     assert z.dtype == torch.bfloat16
     nearest = exact.float().bfloat16()
     # the sum of float32 may lie on the other side of a tie
     assert ((z.float() - nearest.float()).abs() <= nearest.float().abs() * 2**-7).all()
     assert (z == nearest).float().mean() > 0.99
-    assert torch.isnan(multiply(torch.full_like(x, torch.nan), rows)).all()
+    assert torch.isnan(rows.multiply(torch.full_like(x, torch.nan))).all()
 
 
 def test_infinities_and_nan_spread_as_in_a_dense_product() -> None:
@@ -152,7 +152,7 @@ def test_infinities_and_nan_spread_as_in_a_dense_product() -> None:
     w[3, int(w[3].nonzero()[0])] = torch.nan
     rows, _ = packed(w)
     assert torch.equal(rows.dense().isnan(), w.isnan())
-    z = multiply(torch.randn(9, 32), rows)
+    z = rows.multiply(torch.randn(9, 32))
     assert z[:, 3].isnan().all()
     assert not z[:, :3].isnan().any()
 
@@ -177,9 +177,9 @@ def test_narrower_vectors(less: str, built: None, monkeypatch: pytest.MonkeyPatc
     x, dz, bias = torch.randn(131, 290), torch.randn(131, 70), torch.randn(70)
     assert torch.equal(rows.dense(), w)
     assert torch.equal(turned.dense(), w.t())
-    assert close(multiply(x, rows, bias), x.double() @ w.double().t() + bias, 290)
-    assert close(multiply(dz, turned), dz.double() @ w.double(), 70)
-    assert close(sampled(x, dz, rows), dz.double().t() @ x.double() * (w != 0), 131)
+    assert close(rows.multiply(x, bias), x.double() @ w.double().t() + bias, 290)
+    assert close(turned.multiply(dz), dz.double() @ w.double(), 70)
+    assert close(rows.sampled(x, dz), dz.double().t() @ x.double() * (w != 0), 131)
 
 
 ARM = """
@@ -226,7 +226,7 @@ def test_a_thread_that_ends_leaves_no_memory() -> None:
 
     def serve(requests: int) -> int:
         for _ in range(requests):
-            thread = threading.Thread(target=multiply, args=(x, matrix))
+            thread = threading.Thread(target=matrix.multiply, args=(x,))
             thread.start()
             thread.join()
         return resident()

@@ -29,6 +29,7 @@ pytestmark = [
 ]
 needs_compiler = pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler here")
 train = functools.partial(perceptrons.train, parts=1)
+start = functools.partial(perceptrons.start, exclude=["4"])  # the head stays dense
 FAST, SLOW = Times(0.0, 1.0, 1.0, 1.0), Times(0.0, 2.0, 2.0, 2.0)
 
 
@@ -50,17 +51,6 @@ def measured(monkeypatch: pytest.MonkeyPatch, **times: Times) -> None:
     """Times that a probe finds, of those paths that a shape has."""
     monkeypatch.setattr(
         probe, "measure", lambda shape: {k: v for k, v in times.items() if k in shape.paths}
-    )
-
-
-def start(recipe: str, **options: Any) -> tuple[nn.Sequential, Any, Any]:
-    model = mlp()
-    optimizer = optim.AdamW(model.parameters(), 1e-2)
-    options = {"exclude": ["4"], "total_steps": 8, **options}
-    return (
-        model,
-        optimizer,
-        sparsify(model, optimizer, recipe, "2:4", **{"exclude": None, **options}),
     )
 
 

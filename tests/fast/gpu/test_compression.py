@@ -12,7 +12,7 @@ import torch
 from compression_interpreted import as_stored, pairs
 from torch import Tensor
 
-from nmrun.fast.gpu.kernels import compression
+from nmrun.fast.gpu.kernels import cusparselt
 
 
 @pytest.mark.slow
@@ -41,12 +41,12 @@ def test_without_our_kernel_the_library_compresses(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch, "_cslt_compress", compress, raising=False)
     weight = torch.where(pairs(32, 64) == 0, -0.0, 1.5)
-    blob = compression.compressed(weight, torch.bfloat16)
+    blob = cusparselt.compressed(weight, torch.bfloat16)
     assert blob.dtype == torch.bfloat16
-    again = compression.compressed(as_stored(2 * weight, True), torch.bfloat16, out=blob)
+    again = cusparselt.compressed(as_stored(2 * weight, True), torch.bfloat16, out=blob)
     assert again is blob
     assert torch.equal(blob, 2 * weight.bfloat16()[:, ::2])
     assert len(asked) == 2
     half = torch.where(pairs(32, 64) == 0, 0.0, 1.5).half()
-    blob = compression.compressed(half, torch.bfloat16)
+    blob = cusparselt.compressed(half, torch.bfloat16)
     assert torch.equal(blob, half.bfloat16()[:, ::2])  # numbers, not their bits

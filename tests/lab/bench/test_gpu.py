@@ -21,7 +21,7 @@ from torch.nn import functional
 import nmrun
 from nmrun.fast.acceleration import accelerate, obstacle
 from nmrun.fast.gpu import probe, semi_structured
-from nmrun.fast.gpu.kernels import compression, cusparselt
+from nmrun.fast.gpu.kernels import cusparselt
 from nmrun.fast.gpu.linear import SemiStructuredProducts
 from nmrun.kernels import projection
 from nmrun.lab import bench
@@ -64,7 +64,7 @@ def right(measurements: dict[str, probe.Times]) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_compressed_weights_are_the_librarys(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Of weights with two non-zeros in every group; of others the library chooses which zeros."""
-    if not compression.works(DEVICE, dtype):
+    if not cusparselt.works(DEVICE, dtype):
         pytest.skip("the library has another layout here: see the log")
     rows, columns = shape
     generator = torch.Generator().manual_seed(1)
@@ -72,8 +72,8 @@ def test_compressed_weights_are_the_librarys(shape: tuple[int, int], dtype: torc
     values = torch.randint(1, 8, places.shape, generator=generator)
     weight = torch.where(places < 2, values, 0).view(shape).to(DEVICE, dtype)
     expected = torch._cslt_compress(weight)
-    result = compression.compressed(weight, dtype)
-    turned = compression.compressed(weight.t().contiguous().t(), dtype)
+    result = cusparselt.compressed(weight, dtype)
+    turned = cusparselt.compressed(weight.t().contiguous().t(), dtype)
     assert result.shape == turned.shape == expected.shape
     size = rows * columns
     # of the last tiles only what is there is compared, by the product below
@@ -98,7 +98,7 @@ def test_any_weight_that_fits_into_2_4_is_compressed_whole(right: list[str], spa
     if sparser == "-0.0":
         weight = torch.where(weight == 0, -0.0, weight)
     low, x = weight.bfloat16(), normal(64, 336, seed=1).bfloat16()
-    blob = compression.compressed(weight if sparser == "float32" else low, torch.bfloat16)
+    blob = cusparselt.compressed(weight if sparser == "float32" else low, torch.bfloat16)
     exact = x.double() @ low.double().t()
     torch.testing.assert_close(
         cusparselt.multiply(blob, x).double(), exact, rtol=2**-8, atol=1e-4 * float(exact.std())
@@ -109,7 +109,7 @@ def test_the_library_is_asked_by_any_thread_with_any_bias(right: list[str]) -> N
     """Layers of one size share a plan, which remembers the bias that it was given last."""
     weight = hard_threshold(normal(64, 128), Pattern(2, 4)).bfloat16()
     x, biases = normal(32, 128, seed=1).bfloat16(), normal(3, 64, seed=2).bfloat16()
-    blob = compression.compressed(weight, torch.bfloat16)
+    blob = cusparselt.compressed(weight, torch.bfloat16)
     plain = x.double() @ weight.double().t()
 
     def asked() -> bool:

@@ -25,6 +25,7 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.fast import deploy as deploying
 from nmrun.fast import packed
 from nmrun.fast.cpu.kernels import bf16, blocks, int8, products
+from nmrun.fast.cpu.kernels.blocks import BlockMatrix
 from nmrun.fast.cpu.onednn import DenseInt8Linear
 from nmrun.fast.cpu.packed_convolution import PackedConvolution
 from nmrun.fast.cpu.packed_linear import Bf16Linear, BlockLinear, Int8Linear, PackedLinear
@@ -133,11 +134,11 @@ def test_rows_that_share_their_columns_are_blocks_where_amx_is(tmp_path, monkeyp
 
     torch.manual_seed(1)
     path, dense = exported(tmp_path, model(), overrides={"0|1": "16:4:8"})
-    multiply, x = blocks.multiply, torch.randn(5, 40).bfloat16()
+    multiply, x = BlockMatrix.multiply, torch.randn(5, 40).bfloat16()
     monkeypatch.setattr(
         blocks, "tiles_obstacle", lambda: "" if amx else "this processor has no AMX"
     )
-    monkeypatch.setattr(blocks, "multiply", lambda *args: multiply(*args, by_tiles=False))
+    monkeypatch.setattr(BlockMatrix, "multiply", lambda *args: multiply(*args, by_tiles=False))
     loaded = nmrun.load_packed(path, model().bfloat16())
     assert [type(m) for m in loaded] == [BlockLinear if amx else Bf16Linear] * 2
     assert all(torch.equal(loaded[i].dense(), dense[i].weight.bfloat16()) for i in (0, 1))

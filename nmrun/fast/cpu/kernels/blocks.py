@@ -1,5 +1,5 @@
 """Products of bfloat16 and int8 with a V:N:M matrix on the CPU: ``nm_block_bf16.c``, whose layout this
-is, and ``nm_block_int8.c``.
+is, and ``nm_block_int8.c``. By AMX also products of any N:M matrix for few tokens: ``nm_bitmap_bf16.c``.
 
 V rows share their columns, so a group of them is a small dense matrix, whose inputs are gathered.
 It is multiplied by AMX where the processor has it and the system allows it, else by ``vdpbf16ps``.
@@ -11,14 +11,17 @@ and which of the two it is, whatever the number of threads or tokens. In int8 th
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nmrun.fast.cpu.kernels import int8
+from nmrun.fast.cpu.kernels.matrix import Matrix
+from nmrun.fast.cpu.kernels.tiles import TILE
 from nmrun.kernels.compiler import (
     BEGIN,
     END,
@@ -30,12 +33,12 @@ from nmrun.kernels.compiler import (
 )
 from nmrun.patterns import Pattern
 
-TILE = 16  # rows, as in nm_block_bf16.c
-DEEP, BYTES = 32, 64  # columns of a tile, in bfloat16 and in int8
+DEEP = 32  # columns of a tile in bfloat16; in int8 there are twice as many
 PANEL = 32  # tokens that are turned together
 HEIGHTS = (64, 32, 16)  # rows of a group that are looked for; a larger V has such groups too
 WORTH = 64  # multiplications that cost as much as a weight in another pass, see in_parts
 TILES_REFUSED, TILES = 1, 2  # of nm_tiles
+BITS = 1 << torch.arange(DEEP)
 KERNELS = CFunctions(
     "products of bfloat16 with blocks",
     ("nm_scratch", "nm_vectors", "nm_tiles", "nm_block_bf16", "nm_bitmap_bf16"),
@@ -53,47 +56,59 @@ KERNELS = CFunctions(
 )
 
 
-@dataclass(frozen=True)
-class BlockMatrix:
-    """A matrix (rows, columns) whose groups of V rows have their non-zeros in the same columns.
+class BlockMatrix(Matrix):
+    """A matrix whose groups of V rows have their non-zeros in the same columns.
 
     Attributes:
-        values: (groups, V / 16, depth, 16, 32), bfloat16: the kept columns of each group, with zeros
-            behind them and behind the last row. There may be room behind whole tiles.
-        index: (groups, 32 * depth), int32: which these are, increasing; ``columns`` fills up.
+        values: (groups, V / 16, depth, 16, WIDE): the kept columns of each group, with zeros behind them
+            and behind the last row. There may be room behind whole tiles.
+        index: (groups, WIDE * depth), int32: which these are, increasing; ``columns`` fills up.
         counts: (groups,), int32: how many there are.
-        rows, columns: the shape.
     """
 
-    # what :meth:`of` takes, and what follows from these
+    DTYPE: ClassVar[torch.dtype] = torch.bfloat16
+    WIDE: ClassVar[int] = DEEP  # columns of a tile
     STORED: ClassVar[tuple[str, ...]] = ("values", "index")
     DERIVED: ClassVar[tuple[str, ...]] = ("counts",)
-
-    values: Tensor
-    index: Tensor
-    counts: Tensor
-    rows: int
-    columns: int
+    KEPT, COMPUTES = ("values",), torch.bfloat16
 
     @classmethod
-    def empty(cls, rows: int, columns: int, height: int) -> BlockMatrix:
+    def empty(cls, rows: int, columns: int, height: int) -> Self:
         """Memory for any matrix of this shape in groups of ``height`` rows, of which only what is filled is
         ever touched; it holds none yet."""
         groups, deep = -(-rows // height), -(-columns // DEEP)
-        return cls(
-            torch.empty(groups, height // TILE, deep, TILE, DEEP, dtype=torch.bfloat16),
-            torch.empty(groups, deep * DEEP, dtype=torch.int32),
-            torch.zeros(groups, dtype=torch.int32),
-            rows,
-            columns,
-        )
+        values = torch.empty(groups, height // TILE, deep, TILE, DEEP, dtype=torch.bfloat16)
+        return cls([values, *_empty_index(groups, deep)], rows, columns)
 
     @classmethod
-    def of(cls, values: Tensor, index: Tensor, rows: int, columns: int) -> BlockMatrix:
-        """Raises ValueError for tensors that hold no matrix of this shape, so that nothing outside of
-        x is read."""
-        counts = _counts(values, index, rows, columns, torch.bfloat16, DEEP)
-        return cls(values.contiguous(), index.contiguous(), counts, rows, columns)
+    def packed(cls, weight: Tensor, taps: int = 1, height: int | None = None) -> Self:
+        """Rounded, in groups of ``height`` rows, a multiple of 16; None: as :func:`height_of` finds. Raises
+        ValueError where 16 rows side by side do not share their columns."""
+        height = height or height_of(weight != 0)
+        if height is None:
+            raise ValueError("16 rows side by side keep more than three quarters of the columns")
+        low, scales = cls.rounded(weight)
+        return cls.of([*_in_tiles(low, height, cls.WIDE), *scales], *weight.shape)
+
+    @classmethod
+    def rounded(cls, weight: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """A weight as it is stored, and what else is stored."""
+        return weight.bfloat16(), []
+
+    @classmethod
+    def derived(cls, stored: Sequence[Tensor], rows: int, columns: int, taps: int) -> list[Tensor]:
+        values, index = stored[:2]
+        about = f"{list(values.shape)} {values.dtype} values with {list(index.shape)} index"
+        if values.dim() != 5 or values.shape[3:] != (TILE, cls.WIDE) or values.dtype != cls.DTYPE:
+            raise ValueError(f"{about}: they are no tiles")
+        groups, tiles, deep = values.shape[:3]
+        if index.shape != (groups, deep * cls.WIDE) or index.dtype != torch.int32 or not tiles:
+            raise ValueError(about)
+        if groups != -(-rows // (tiles * TILE)):
+            raise ValueError(f"{about}: they are not those of {rows} x {columns}")
+        if bool(((index < 0) | (index > columns)).any()):
+            raise ValueError("a column that is not of the matrix")
+        return [(index < columns).sum(1, dtype=torch.int32)]
 
     @property
     def height(self) -> int:
@@ -101,13 +116,50 @@ class BlockMatrix:
         return self.values.shape[1] * TILE
 
     def dense(self) -> Tensor:
-        """The matrix with its zeros, bfloat16."""
+        """The matrix with its zeros, in the dtype of the values."""
         small = self.values.transpose(2, 3).reshape(len(self.index), self.height, -1)
-        return _spread(small, self)
+        out = small.new_zeros(*small.shape[:2], self.columns + 1)
+        filled = torch.arange(small.shape[2]) < self.counts[:, None]
+        index = torch.where(filled, self.index.long(), self.columns)
+        small = torch.where(filled[:, None], small, 0)
+        out.scatter_(2, index[:, None].expand_as(small), small)
+        return out.flatten(0, 1)[: self.rows, : self.columns].contiguous()
+
+    def pack_both(self, weight: Tensor, other: Tensor | None, turned: BlockTranspose) -> int:
+        """Pack a float32 weight (outputs, inputs) into this one, and the transpose of it, or of an
+        ``other`` weight, into ``turned``; rounded. Returns how many entries the kept columns of the weight
+        have."""
+        _pack(weight, self)
+        _pack(weight if other is None else other, turned)
+        return int(self.counts.sum()) * self.height
+
+    def multiply(
+        self, x: Tensor, bias: Tensor | None = None, by_tiles: bool | None = None, **how: Any
+    ) -> Tensor:
+        """``x S^T + bias``, with x (tokens, columns) in bfloat16; (tokens, rows) in bfloat16, rounded once.
+        ``by_tiles``: by AMX; None: where it can. Raises RuntimeError where there are no such products."""
+        library, x = KERNELS.load(), x.contiguous()
+        out = x.new_empty(len(x), self.rows)
+        bias = None if bias is None else bias.float().contiguous()
+        operands: list[Any] = [*map(address, (x, out, bias)), *self.addresses]
+        operands += [self.rows, self.columns, *_how(self, by_tiles)]
+        groups, work = len(self.index), _work(self, len(x))
+        in_tokens_or_rows(library.nm_block_bf16, operands, len(x), groups, work, PANEL)
+        return out
+
+    def sampled(self, x: Tensor, y: Tensor, by_tiles: bool | None = None) -> Tensor:
+        """``y^T x`` in the columns that the groups of this matrix keep, zero elsewhere, in float32; x
+        (tokens, columns) and y (tokens, rows) in bfloat16. V divides the rows."""
+        library, x, y = KERNELS.load(), x.contiguous(), y.contiguous()
+        out = torch.zeros(self.rows, self.columns)
+        operands: list[Any] = [address(t) for t in (x, y, self.index, self.counts, out)]
+        operands += [self.rows, self.columns, *_how(self, by_tiles), len(x), BEGIN, END]
+        work = len(x) * int(self.counts.sum()) * self.height // WORTH
+        in_parts(library.nm_block_bf16_sampled, operands, len(self.index), work)
+        return out
 
 
-@dataclass(frozen=True)
-class BlockTranspose:
+class BlockTranspose(Matrix):
     """The transpose (columns, rows) of a matrix of such groups; V divides its rows.
 
     Attributes:
@@ -117,92 +169,160 @@ class BlockTranspose:
         rows, columns: the shape of the transpose.
     """
 
-    STORED: ClassVar[tuple[str, ...]] = ("values", "index", "counts")
-    DERIVED: ClassVar[tuple[str, ...]] = ()
-
-    values: Tensor
-    index: Tensor
-    counts: Tensor
-    rows: int
-    columns: int
+    STORED, DERIVED = ("values", "index", "counts"), ()
 
     @classmethod
-    def empty(cls, rows: int, columns: int, height: int) -> BlockTranspose:
+    def empty(cls, rows: int, columns: int, height: int) -> Self:
         """Memory as that of :meth:`BlockMatrix.empty`."""
         groups, deep, tall = columns // height, -(-rows // DEEP), -(-height // DEEP)
-        return cls(
-            torch.empty(groups * 2 * deep, tall, TILE, DEEP, dtype=torch.bfloat16),
-            torch.empty(groups, deep * DEEP, dtype=torch.int32),
-            torch.zeros(groups, dtype=torch.int32),
-            rows,
-            columns,
-        )
+        values = torch.empty(groups * 2 * deep, tall, TILE, DEEP, dtype=torch.bfloat16)
+        return cls([values, *_empty_index(groups, deep)], rows, columns)
 
     @property
     def height(self) -> int:
         """The rows of a group: V."""
         return self.columns // len(self.index)
 
+    def multiply(
+        self, x: Tensor, bias: Tensor | None = None, by_tiles: bool | None = None, **how: Any
+    ) -> Tensor:
+        """As that of :class:`BlockMatrix`, without a bias."""
+        library, x = KERNELS.load(), x.contiguous()
+        out = x.new_empty(len(x), self.rows)
+        operands: list[Any] = [*map(address, (x, out)), *self.addresses]
+        operands += [self.columns, self.rows, *_how(self, by_tiles), BEGIN, END]
+        work = _work(self, len(x))
+        in_parts(library.nm_block_bf16_turned, operands, len(x), work, PANEL)
+        return out
 
-@dataclass(frozen=True)
-class Int8BlockMatrix:
-    """The matrix of a :class:`BlockMatrix` in int8.
+
+class Int8BlockMatrix(BlockMatrix):
+    """The same in int8.
 
     Attributes:
-        values: (groups, V / 16, depth, 16, 64), int8.
-        index: (groups, 64 * depth), int32.
         scales: (rows,), float32.
-        counts: (groups,), int32.
         sums: (groups * V,), int32: of the values of a row.
-        rows, columns: the shape.
     """
 
-    STORED: ClassVar[tuple[str, ...]] = ("values", "index", "scales")
-    DERIVED: ClassVar[tuple[str, ...]] = ("counts", "sums")
-
-    values: Tensor
-    index: Tensor
+    DTYPE, WIDE = torch.int8, 64
+    STORED, DERIVED = ("values", "index", "scales"), ("counts", "sums")
+    KEPT, COMPUTES = ("scales",), torch.float32
     scales: Tensor
-    counts: Tensor
     sums: Tensor
-    rows: int
-    columns: int
 
     @classmethod
-    def of(
-        cls, values: Tensor, index: Tensor, scales: Tensor, rows: int, columns: int
-    ) -> Int8BlockMatrix:
-        """Raises ValueError for tensors that hold no matrix of this shape."""
-        counts = _counts(values, index, rows, columns, torch.int8, BYTES)
-        if scales.shape != (rows,) or scales.dtype != torch.float32:
-            raise ValueError(f"{list(scales.shape)} {scales.dtype} scales")
-        if index.shape[1] > int8.ROW:
-            raise ValueError(f"rows of {index.shape[1]} non-zeros: 32 bits add up {int8.ROW}")
-        sums = values.sum((2, 4), dtype=torch.int32).flatten()
-        values, index, scales = (t.contiguous() for t in (values, index, scales))
-        return cls(values, index, scales, counts, sums, rows, columns)
+    def rounded(cls, weight: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Raises ValueError for values that are not finite."""
+        low, scales = int8.rounded(weight)
+        return low, [scales]
+
+    @classmethod
+    def derived(cls, stored: Sequence[Tensor], rows: int, columns: int, taps: int) -> list[Tensor]:
+        (counts,), (values, index, scales) = super().derived(stored, rows, columns, taps), stored
+        int8.check_scales(values, scales, rows)
+        int8.check_row(index.shape[1])
+        return [counts, values.sum((2, 4), dtype=torch.int32).flatten()]
 
     def dense(self) -> Tensor:
         """The matrix with its zeros, float32."""
-        small = self.values.transpose(2, 3).reshape(len(self.index), -1, self.index.shape[1])
-        return _spread(small.float(), self) * self.scales[:, None]
+        return super().dense().float() * self.scales[:, None]
+
+    def multiply(
+        self, x: Tensor, bias: Tensor | None = None, by_tiles: bool | None = None, **how: Any
+    ) -> Tensor:
+        """As :meth:`nmrun.fast.cpu.kernels.int8.Int8Matrix.multiply`."""
+        library, x, tokens = int8.KERNELS.load(), x.contiguous(), len(x)
+        out = x.new_empty(tokens, self.rows)
+        bias = None if bias is None else bias.contiguous()
+        height, padded, tiles = _how(self, by_tiles)
+        odd, size = ctypes.c_int32(0), (ctypes.c_int64 * 4)(self.rows, self.columns, height, padded)
+        parts = (self.values, self.index, self.counts, self.scales, self.sums)
+        operands: list[Any] = [address(t) for t in (x, out, bias, *parts)]
+        operands += [ctypes.addressof(odd), ctypes.addressof(size), tiles]
+        groups, work = len(self.index), tokens * self.values.numel() // int8.WORTH
+        in_tokens_or_rows(library.nm_block_int8, operands, tokens, groups, work, PANEL)
+        int8.check_finite(odd)
+        return out
 
 
-def _counts(
-    values: Tensor, index: Tensor, rows: int, columns: int, dtype: torch.dtype, wide: int
-) -> Tensor:
-    """How many columns each group keeps. Raises ValueError for tensors that hold no matrix."""
-    about = f"{list(values.shape)} {values.dtype} values with {list(index.shape)} index"
-    if values.dim() != 5 or values.shape[3:] != (TILE, wide) or values.dtype != dtype:
-        raise ValueError(f"{about}: they are no tiles")
-    groups, tiles, deep = values.shape[:3]
-    if index.shape != (groups, deep * wide) or index.dtype != torch.int32 or not tiles:
-        raise ValueError(about)
-    if groups != -(-rows // (tiles * TILE)):
-        raise ValueError(f"{about}: they are not those of {rows} x {columns}")
-    if bool(((index < 0) | (index > columns)).any()):
-        raise ValueError("a column that is not of the matrix")
-    return (index < columns).sum(1, dtype=torch.int32)
+class BitmapMatrix(Matrix):
+    """Any N:M matrix as masks and what their bits stand for: for few tokens, by AMX, in bfloat16.
+
+    Attributes:
+        values: (non-zeros,), bfloat16, in the order of the bits.
+        masks: (tiles, depth, 16), int32: a bit for each of 32 columns, the lowest for the first, of a
+            row of a tile of 16 rows.
+        start: (tiles + 1,), int64: where the values of each tile of rows begin.
+    """
+
+    STORED, DERIVED = ("values", "masks"), ("start",)
+    KEPT, COMPUTES = ("values",), torch.bfloat16
+    masks: Tensor
+
+    @classmethod
+    def packed(cls, weight: Tensor, taps: int = 1) -> Self:
+        """Rounded."""
+        rows, columns = weight.shape
+        whole = functional.pad(weight.bfloat16(), (0, -columns % DEEP, 0, -rows % TILE))
+        tiles = whole.view(len(whole) // TILE, TILE, -1, DEEP).transpose(1, 2)
+        kept = tiles != 0
+        masks = (kept * BITS).sum(-1).int()  # the highest bit is the sign
+        return cls.of([tiles[kept], masks], rows, columns)
+
+    @classmethod
+    def derived(cls, stored: Sequence[Tensor], rows: int, columns: int, taps: int) -> list[Tensor]:
+        values, masks = stored
+        shape = (-(-rows // TILE), -(-columns // DEEP), TILE)
+        if masks.shape != shape or masks.dtype != torch.int32:
+            raise ValueError(f"{list(masks.shape)} masks are not those of {rows} x {columns}")
+        start = functional.pad(_bits(masks).sum((1, 2, 3)).cumsum(0), (1, 0))
+        if values.shape != (int(start[-1]),) or values.dtype != torch.bfloat16:
+            about = f"{list(values.shape)} {values.dtype} values"
+            raise ValueError(f"{about} where the masks have {int(start[-1])} bits")
+        return [start]
+
+    def dense(self) -> Tensor:
+        """The matrix with its zeros, bfloat16."""
+        kept = _bits(self.masks)
+        tiles = torch.zeros(kept.shape, dtype=torch.bfloat16)
+        tiles[kept] = self.values
+        whole = tiles.transpose(1, 2).reshape(len(kept) * TILE, -1)
+        return whole[: self.rows, : self.columns].contiguous()
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None, **how: Any) -> Tensor:
+        """As that of :class:`BlockMatrix`, by AMX alone."""
+        if why := bitmaps_obstacle():
+            raise RuntimeError(f"products of bitmaps: {why}")
+        library, x = KERNELS.load(), x.contiguous()
+        tokens, tiles = len(x), len(self.masks)
+        out = x.new_empty(tokens, self.rows)
+        bias = None if bias is None else bias.float().contiguous()
+        operands: list[Any] = [*map(address, (x, out, bias)), *self.addresses]
+        operands += [self.rows, self.columns]
+        work = -(-tokens // PANEL) * len(self.values)
+        in_tokens_or_rows(library.nm_bitmap_bf16, operands, tokens, tiles, work, PANEL, 2)
+        return out
+
+
+def _bits(masks: Tensor) -> Tensor:
+    """Which of its 32 columns each mask has, bool."""
+    return (masks[..., None] & BITS) != 0
+
+
+def _empty_index(groups: int, deep: int) -> tuple[Tensor, Tensor]:
+    index = torch.empty(groups, deep * DEEP, dtype=torch.int32)
+    return index, torch.zeros(groups, dtype=torch.int32)
+
+
+def _how(matrix: BlockMatrix | BlockTranspose, by_tiles: bool | None) -> tuple[int, int, int]:
+    """The rows of a group, the room for its columns, and whether AMX multiplies, for a kernel."""
+    by_tiles = not tiles_obstacle() if by_tiles is None else by_tiles
+    return matrix.height, matrix.index.shape[1], int(by_tiles)
+
+
+def _work(matrix: BlockMatrix | BlockTranspose, tokens: int) -> int:
+    groups, most = len(matrix.index), int(matrix.counts.max()) if len(matrix.index) else 0
+    return tokens * groups * matrix.height * most // WORTH
 
 
 def kept_columns(filled: Tensor, height: int) -> Tensor:
@@ -233,18 +353,6 @@ def height_in(pattern: Pattern) -> int | None:
     return next((height for height in HEIGHTS if pattern.v % height == 0), None)
 
 
-def packed(matrix: Tensor, height: int) -> BlockMatrix:
-    """A matrix (rows, columns) with zeros in groups of ``height`` rows, a multiple of 16; rounded to
-    bfloat16."""
-    return BlockMatrix.of(*_in_tiles(matrix.bfloat16(), height, DEEP), *matrix.shape)
-
-
-def packed_int8(matrix: Tensor, height: int) -> Int8BlockMatrix:
-    """The same, rounded to int8, a scale a row. Raises ValueError for values that are not finite."""
-    low, scales = int8.rounded(matrix)
-    return Int8BlockMatrix.of(*_in_tiles(low, height, BYTES), scales, *matrix.shape)
-
-
 def _in_tiles(matrix: Tensor, height: int, wide: int) -> tuple[Tensor, Tensor]:
     """The values of a matrix in tiles of 16 rows and ``wide`` columns, and the index of columns."""
     rows, columns = matrix.shape
@@ -262,97 +370,14 @@ def _in_tiles(matrix: Tensor, height: int, wide: int) -> tuple[Tensor, Tensor]:
     return values, index.int()
 
 
-def pack(weight: Tensor, into: BlockMatrix | BlockTranspose) -> None:
+def _pack(weight: Tensor, into: BlockMatrix | BlockTranspose) -> None:
     """Round a float32 weight (outputs, inputs) and pack it, or its transpose, into memory of ``empty``."""
     turned = isinstance(into, BlockTranspose)
     rows, columns = weight.shape
     weight, groups, padded = weight.contiguous(), *into.index.shape
     shape = (rows, columns, into.height, padded, int(turned), BEGIN, END)
-    to = (into.values.data_ptr(), into.index.data_ptr(), into.counts.data_ptr())
-    in_parts(KERNELS.load().nm_block_pack, (weight.data_ptr(), *shape, *to), groups, weight.numel())
-
-
-def pack_both(
-    weight: Tensor, other: Tensor | None, forward: BlockMatrix, backward: BlockTranspose
-) -> int:
-    """Pack a weight (outputs, inputs) into ``forward``, and the transpose of it, or of an ``other``
-    weight, into ``backward``. Returns how many entries the kept columns of the weight have."""
-    pack(weight, forward)
-    pack(weight if other is None else other, backward)
-    return int(forward.counts.sum()) * forward.height
-
-
-def sampled(x: Tensor, y: Tensor, mask: BlockMatrix, by_tiles: bool | None = None) -> Tensor:
-    """``y^T x`` in the columns that the groups of ``mask`` (rows, columns) keep, zero elsewhere, in
-    float32; x (tokens, columns) and y (tokens, rows) in bfloat16. V divides the rows."""
-    library, x, y = KERNELS.load(), x.contiguous(), y.contiguous()
-    groups, padded = mask.index.shape
-    by_tiles = not tiles_obstacle() if by_tiles is None else by_tiles
-    out = torch.zeros(mask.rows, mask.columns)
-    operands = [address(t) for t in (x, y, mask.index, mask.counts, out)]
-    operands += [mask.rows, mask.columns, mask.height, padded, int(by_tiles), len(x)]
-    work = len(x) * int(mask.counts.sum()) * mask.height // WORTH
-    in_parts(library.nm_block_bf16_sampled, (*operands, BEGIN, END), groups, work)
-    return out
-
-
-def multiply(
-    x: Tensor,
-    matrix: BlockMatrix | BlockTranspose,
-    bias: Tensor | None = None,
-    by_tiles: bool | None = None,
-) -> Tensor:
-    """``x S^T + bias``, with x (tokens, columns) in bfloat16; (tokens, rows) in bfloat16, rounded once. A
-    transpose takes no bias. ``by_tiles``: by AMX; None: where it can. Raises RuntimeError where there are
-    no such products."""
-    library, x = KERNELS.load(), x.contiguous()
-    tokens, rows, columns = len(x), matrix.rows, matrix.columns
-    out = x.new_empty(tokens, rows)
-    groups, padded = matrix.index.shape
-    by_tiles = not tiles_obstacle() if by_tiles is None else by_tiles
-    parts = [matrix.values, matrix.index, matrix.counts]
-    work = tokens * groups * matrix.height * int(matrix.counts.max()) // WORTH if groups else 0
-    how = (matrix.height, padded, int(by_tiles))
-    if isinstance(matrix, BlockTranspose):
-        operands = (*map(address, (x, out, *parts)), columns, rows, *how, BEGIN, END)
-        in_parts(library.nm_block_bf16_turned, operands, tokens, work, PANEL)
-        return out
-    bias = None if bias is None else bias.float().contiguous()
-    operands = (*map(address, (x, out, bias, *parts)), rows, columns, *how)
-    in_tokens_or_rows(library.nm_block_bf16, operands, tokens, groups, work, PANEL)
-    return out
-
-
-def multiply_int8(
-    x: Tensor, matrix: Int8BlockMatrix, bias: Tensor | None = None, by_tiles: bool | None = None
-) -> Tensor:
-    """The same in int8, all float32: as :func:`nmrun.fast.cpu.kernels.int8.multiply`."""
-    library, x = int8.KERNELS.load(), x.contiguous()
-    (tokens, columns), rows = x.shape, matrix.rows
-    out = x.new_empty(tokens, rows)
-    bias = None if bias is None else bias.contiguous()
-    groups, padded = matrix.index.shape
-    height = matrix.values.shape[1] * TILE
-    by_tiles = not tiles_obstacle() if by_tiles is None else by_tiles
-    odd, size = ctypes.c_int32(0), (ctypes.c_int64 * 4)(rows, columns, height, padded)
-    parts = (matrix.values, matrix.index, matrix.counts, matrix.scales, matrix.sums)
-    operands = [address(t) for t in (x, out, bias, *parts)]
-    operands += [ctypes.addressof(odd), ctypes.addressof(size), int(by_tiles)]
-    work = tokens * matrix.values.numel() // int8.WORTH
-    in_tokens_or_rows(library.nm_block_int8, operands, tokens, groups, work, PANEL)
-    if odd.value:
-        raise RuntimeError("int8 products: the activations have NaN or infinity")
-    return out
-
-
-def _spread(small: Tensor, matrix: BlockMatrix | Int8BlockMatrix) -> Tensor:
-    """The matrix of groups (groups, V, kept columns)."""
-    out = small.new_zeros(*small.shape[:2], matrix.columns + 1)
-    filled = torch.arange(small.shape[2]) < matrix.counts[:, None]
-    index = torch.where(filled, matrix.index.long(), matrix.columns)
-    small = torch.where(filled[:, None], small, 0)
-    out.scatter_(2, index[:, None].expand_as(small), small)
-    return out.flatten(0, 1)[: matrix.rows, : matrix.columns].contiguous()
+    operands = (weight.data_ptr(), *shape, *into.addresses)
+    in_parts(KERNELS.load().nm_block_pack, operands, groups, weight.numel())
 
 
 @cache
@@ -368,7 +393,16 @@ def tiles_obstacle() -> str:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 96, generator=generator)
     weight[:, ::3] = 0
-    matrix, x = packed(weight, 48), torch.randn(40, 96, generator=generator).bfloat16()
-    one, other = (multiply(x, matrix, by_tiles=way).float() for way in (True, False))
+    matrix = BlockMatrix.packed(weight, height=48)
+    x = torch.randn(40, 96, generator=generator).bfloat16()
+    one, other = (matrix.multiply(x, by_tiles=way).float() for way in (True, False))
     right = torch.allclose(one, other, rtol=2**-7, atol=2**-7 * float(other.abs().max()))
     return "" if right else "AMX gives wrong numbers"
+
+
+def bitmaps_obstacle() -> str:
+    """Why there are no products of bitmaps here; empty if there are."""
+    if why := tiles_obstacle():
+        return why
+    there = hasattr(KERNELS.load(), "nm_bitmap_bf16")
+    return "" if there else "this processor has no AVX-512 with VBMI2"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nmrun.fast.cpu.kernels import bf16, products
+from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.products import WORTH, PackedMatrix
 from nmrun.kernels.compiler import BEGIN, END, address, in_parts
@@ -33,9 +33,19 @@ class Window:
 
     @classmethod
     def of(cls, *moves: Sequence[int]) -> Window:
-        """From taps, stride, padding and dilation as operators and modules have them."""
+        """From taps, stride, padding and dilation as modules have them."""
         taps, stride, padding, dilation = ((move[0], move[1]) for move in moves)
         return cls(taps, stride, padding, dilation)
+
+    @property
+    def moves(self) -> tuple[Pair, Pair, Pair]:
+        """Stride, padding and dilation."""
+        return self.stride, self.padding, self.dilation
+
+    @property
+    def numbers(self) -> list[int]:
+        """All of it, as operators take it."""
+        return [number for pair in (self.taps, *self.moves) for number in pair]
 
     @property
     def positions(self) -> int:
@@ -61,9 +71,14 @@ class _Geometry(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in
           ("height", "width", "columns", "out_height", "out_width", "rows")),
-        *((name, ctypes.c_int64 * 2) for name in ("taps", "stride", "padding", "dilation")),
+        ("window", ctypes.c_int64 * 8),  # taps, stride, padding, dilation
         ("backward", ctypes.c_int64),
     ]  # fmt: skip
+
+
+def numbered(window: Sequence[int]) -> Window:
+    """The inverse of :attr:`Window.numbers`."""
+    return Window.of(*(window[i : i + 2] for i in range(0, 8, 2)))
 
 
 def convolve(
@@ -94,13 +109,10 @@ def _run(
     size = (images, weight.rows, height, width)
     out = torch.empty(size, dtype=x.dtype, memory_format=torch.channels_last)
     bias = None if bias is None else bias.float().contiguous()
-    pairs = [(ctypes.c_int64 * 2)(*pair) for pair in
-             (window.taps, window.stride, window.padding, window.dilation)]  # fmt: skip
-    geometry = _Geometry(
-        *(in_height, in_width, columns, height, width, weight.rows), *pairs, backward
-    )
+    sizes = (in_height, in_width, columns, height, width, weight.rows)
+    geometry = _Geometry(*sizes, (ctypes.c_int64 * 8)(*window.numbers), backward)
     if isinstance(weight, Bf16Matrix):
-        bf16.convolve(x, out, bias, weight, ctypes.addressof(geometry))
+        weight.convolve(x, out, bias, ctypes.addressof(geometry))
     else:
         _by_images(x, out, bias, weight, geometry)
     return out

@@ -13,18 +13,16 @@ to even. So a token has the same bits in whatever batch it comes.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from nmrun.fast.cpu.kernels.slots import in_order, start_of
+from nmrun.fast.cpu.kernels.tiles import TILE, SlotMatrix
 from nmrun.kernels.compiler import SAME_BITS, CFunctions, address, in_tokens_or_rows
 
-TILE = 16  # rows, as in nm_int8.c
-SEGMENT = 64  # columns
-DEEP = SEGMENT // TILE  # non-zeros of a row in a slot
+DEEP = 4  # non-zeros of a row in a slot, as in nm_int8.c
 TOKENS_A_PASS = 16  # tokens that share a pass over the matrix
 WORTH = 128  # multiplications that cost as much as a weight in another pass, see in_parts
 ROW = (2**31 - 1) // (255 * 127)  # non-zeros that 32 bits can add up
@@ -38,129 +36,86 @@ KERNELS = CFunctions(
 )
 
 
-@dataclass(frozen=True)
-class Int8Matrix:
-    """A sparse matrix (rows, columns) of int8 in slots of 64 non-zeros, four of each row of a tile.
+class Int8Matrix(SlotMatrix):
+    """Four non-zeros of each row of a tile in a slot, in int8, and all segments in one block.
 
     Attributes:
-        values: (slots, 64), int8; zeros fill up rows that have fewer non-zeros.
-        index: (slots, 64), uint8: their columns, counted from the segment's first.
-        counts: (tiles, segments), uint8: the slots of each segment of 64 columns.
         scales: (rows,), float32.
-        start: int32, (tiles + 1): where a tile's slots begin.
         sums: int32, (tiles * 16): of the values of a row.
-        rows, columns: the shape.
     """
 
-    # what :meth:`of` takes, and what follows from these
-    STORED: ClassVar[tuple[str, ...]] = ("values", "index", "counts", "scales")
-    DERIVED: ClassVar[tuple[str, ...]] = ("start", "sums")
-
-    values: Tensor
-    index: Tensor
-    counts: Tensor
+    SEGMENT, SEGMENTS = 64, 0
+    STORED = ("values", "index", "counts", "scales")
+    DERIVED = ("start", "sums")
+    KEPT, COMPUTES = ("scales",), torch.float32
     scales: Tensor
-    start: Tensor
     sums: Tensor
-    rows: int
-    columns: int
 
     @classmethod
-    def of(
-        cls, values: Tensor, index: Tensor, counts: Tensor, scales: Tensor, rows: int, columns: int
-    ) -> Int8Matrix:
-        """Raises ValueError for tensors that hold no matrix of this shape."""
-        tiles, segments = -(-rows // TILE), -(-columns // SEGMENT)
-        shape, about = (tiles, segments), f"{rows} x {columns}"
-        start = start_of(values, index, counts, shape, SEGMENT, about)
-        if values.dtype != torch.int8 or scales.shape != (rows,) or scales.dtype != torch.float32:
-            raise ValueError(
-                f"{values.dtype} values with {list(scales.shape)} {scales.dtype} scales"
-            )
-        if bool((index >= SEGMENT).any()):
-            raise ValueError("a column that is not of its segment")
-        most = int(start.diff().max() if tiles else 0) * DEEP
-        if most > ROW:
-            raise ValueError(f"rows of {most} non-zeros: 32 bits add up {ROW}")
+    def packed(cls, weight: Tensor, taps: int = 1) -> Self:
+        """Rounded. Raises ValueError for values that are not finite."""
+        return cls.of_rounded(*rounded(weight))
+
+    @classmethod
+    def of_rounded(cls, weight: Tensor, scales: Tensor) -> Self:
+        """A weight as int8, with the scales of its rows."""
+        return cls.of([*cls.in_slots(weight), scales], *weight.shape)
+
+    @classmethod
+    def derived(cls, stored: Sequence[Tensor], rows: int, columns: int, taps: int) -> list[Tensor]:
+        (start,), (values, *_, scales) = super().derived(stored, rows, columns, taps), stored
+        check_scales(values, scales, rows)
+        slots = start.diff()
+        check_row(int(slots.max() if len(slots) else 0) * DEEP)
         slot_sums = values.view(-1, TILE, DEEP).sum(2, dtype=torch.int32)
-        tile = torch.arange(tiles).repeat_interleave(start.diff())
-        sums = torch.zeros(tiles, TILE, dtype=torch.int32).index_add_(0, tile, slot_sums).flatten()
-        values, index, counts = (t.contiguous() for t in (values, index, counts))
-        return cls(values, index, counts, scales.contiguous(), start, sums, rows, columns)
+        tile = torch.arange(len(slots)).repeat_interleave(slots)
+        sums = torch.zeros(len(slots), TILE, dtype=torch.int32).index_add_(0, tile, slot_sums)
+        return [start, sums.flatten()]
 
     def dense(self) -> Tensor:
         """The matrix with its zeros, float32."""
-        tiles, segments = self.counts.shape
-        place = torch.arange(tiles * segments).repeat_interleave(self.counts.flatten().long())
-        column = (place % segments * SEGMENT)[:, None] + self.index.long()
-        row = (place // segments * TILE)[:, None] + torch.arange(SEGMENT) // DEEP
-        filled = self.values != 0
-        out = torch.zeros(self.rows, self.columns)
-        out[row[filled], column[filled]] = self.values[filled].float()
-        return out * self.scales[:, None]
+        return super().dense().float() * self.scales[:, None]
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None, **how: Any) -> Tensor:
+        """``x S^T + bias``, all float32: x (tokens, columns), the result (tokens, rows).
+
+        Raises RuntimeError for NaN and infinity in x, and where there are no such products.
+        """
+        library, x, tokens = KERNELS.load(), x.contiguous(), len(x)
+        out = x.new_empty(tokens, self.rows)
+        bias = None if bias is None else bias.contiguous()
+        odd = ctypes.c_int32(0)
+        values, index, counts, scales, start, sums = self.addresses
+        operands = [*map(address, (x, out, bias))]
+        operands += [values, index, counts, start, scales, sums]
+        operands += [ctypes.addressof(odd), self.rows, self.columns]
+        tiles, work = len(self.counts), tokens * self.values.numel() // WORTH
+        in_tokens_or_rows(library.nm_int8, operands, tokens, tiles, work, TOKENS_A_PASS)
+        check_finite(odd)
+        return out
 
 
-def quantised(row: Tensor, value: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Non-zeros as int8, and the scale of each of their rows; the arguments are those of :func:`pack`.
-    Raises ValueError for values that are not finite."""
-    value = value.float()
-    if not bool(value.isfinite().all()):
-        raise ValueError("int8: the weight has NaN or infinity")
-    most = torch.zeros(rows).scatter_reduce_(0, row, value.abs(), "amax")
-    scales = (most / 127).clamp_min(torch.finfo(torch.float32).tiny)
-    return (value / scales[row]).round().clamp(-127, 127).to(torch.int8), scales
+def check_scales(values: Tensor, scales: Tensor, rows: int) -> None:
+    """Raise ValueError for a matrix that is not of int8 with a scale for each row."""
+    if values.dtype != torch.int8 or scales.shape != (rows,) or scales.dtype != torch.float32:
+        raise ValueError(f"{values.dtype} values with {list(scales.shape)} {scales.dtype} scales")
+
+
+def check_row(nonzeros: int) -> None:
+    """Raise ValueError for rows whose sums might overflow."""
+    if nonzeros > ROW:
+        raise ValueError(f"rows of {nonzeros} non-zeros: 32 bits add up {ROW}")
+
+
+def check_finite(odd: ctypes.c_int32) -> None:
+    """Raise RuntimeError where a product has found a token that it cannot round."""
+    if odd.value:
+        raise RuntimeError("int8 products: the activations have NaN or infinity")
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix as int8, with its zeros, and the scale of each row.
-
-    Raises:
-        ValueError: for values that are not finite.
-    """
-    row, column = weight.nonzero(as_tuple=True)
-    value, scales = quantised(row, weight[row, column], len(weight))
-    result = torch.zeros(weight.shape, dtype=torch.int8)
-    result[row, column] = value
-    return result, scales
-
-
-def pack(
-    row: Tensor, column: Tensor, value: Tensor, scales: Tensor, rows: int, columns: int
-) -> Int8Matrix:
-    """A matrix from its non-zeros as int8, each (count,), in any order, none twice; and the scales
-    of its rows.
-    """
-    tiles, segments = -(-rows // TILE), -(-columns // SEGMENT)
-    row, column, value, rank, filled = in_order(row, column, value, tiles * TILE, columns, SEGMENT)
-    # the fullest row of a tile counts
-    counts = -(-filled.unflatten(0, (tiles, TILE)).amax(1) // DEEP)
-    flat = counts.flatten()
-    first = (flat.cumsum(0) - flat)[row // TILE * segments + column // SEGMENT]
-    position = (first + rank // DEEP) * SEGMENT + row % TILE * DEEP + rank % DEEP
-    slots = int(flat.sum())
-    values = torch.zeros(slots, SEGMENT, dtype=torch.int8)
-    index = torch.zeros(slots, SEGMENT, dtype=torch.uint8)
-    values.view(-1)[position] = value
-    index.view(-1)[position] = (column % SEGMENT).to(torch.uint8)
-    return Int8Matrix.of(values, index, counts.to(torch.uint8), scales, rows, columns)
-
-
-def multiply(x: Tensor, matrix: Int8Matrix, bias: Tensor | None = None) -> Tensor:
-    """``x S^T + bias``, all float32: x (tokens, columns), the result (tokens, rows).
-
-    Raises RuntimeError for NaN and infinity in x, and where there are no such products.
-    """
-    library = KERNELS.load()
-    x, (tokens, rows, columns) = x.contiguous(), (len(x), matrix.rows, matrix.columns)
-    out = x.new_empty(tokens, rows)
-    bias = None if bias is None else bias.contiguous()
-    parts = (matrix.values, matrix.index, matrix.counts, matrix.start, matrix.scales, matrix.sums)
-    odd = ctypes.c_int32(0)
-    operands = [x.data_ptr(), out.data_ptr(), address(bias)]
-    operands += [part.data_ptr() for part in parts]
-    operands += [ctypes.addressof(odd), rows, columns]
-    tiles, work = len(matrix.counts), tokens * matrix.values.numel() // WORTH
-    in_tokens_or_rows(library.nm_int8, operands, tokens, tiles, work, TOKENS_A_PASS)
-    if odd.value:
-        raise RuntimeError("int8 products: the activations have NaN or infinity")
-    return out
+    """A matrix as int8, and the scale of each row. Raises ValueError for values that are not finite."""
+    if not bool(weight.isfinite().all()):
+        raise ValueError("int8: the weight has NaN or infinity")
+    scales = (weight.float().abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    return (weight / scales[:, None]).round().clamp(-127, 127).to(torch.int8), scales

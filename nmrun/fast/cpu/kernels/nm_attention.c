@@ -12,7 +12,7 @@
 #define DEEP 6 /* rows at once */
 #define QUERIES (4 * DEEP)
 
-/* What is attended to, as kernels/fused.py fills it: tensors (batch, heads, tokens, width), of which the numbers of a token lie side by
+/* What is attended to, as nmrun/fast/fused.py fills it: tensors (batch, heads, tokens, width), of which the numbers of a token lie side by
    side; how far apart batches, heads and tokens are, in numbers. The mask, (batch, heads, queries, keys) or NULL, is added to the scores. The
    result is (batch, queries, heads, width). `low`: the tensors are bfloat16, not float32. `short_words`: products are of bfloat16. */
 typedef struct {

@@ -8,12 +8,12 @@ the operands, whatever the number of threads or tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from nmrun.fast.cpu.kernels.matrix import Matrix
 from nmrun.kernels.compiler import BEGIN, END, CFunctions, address, in_parts, in_tokens_or_rows
 
 BLOCK = 128  # columns, as in nm_product.c
@@ -51,8 +51,7 @@ KERNELS = CFunctions(
 )
 
 
-@dataclass(frozen=True)
-class PackedMatrix:
+class PackedMatrix(Matrix):
     """A sparse matrix (rows, columns), its non-zeros row by row within blocks of 128 columns; or
     one for each position of a convolution's kernel (tap), side by side.
 
@@ -61,56 +60,44 @@ class PackedMatrix:
         index: uint8, their columns, counted from the block's first.
         start: int32, blocks * rows + 1: where row r of block b begins, at ``[b * rows + r]``; each
             tap has its own blocks.
-        rows, columns: the shape of one matrix.
-        taps: how many there are.
     """
 
-    # what :meth:`of` takes, and what follows from these
-    STORED: ClassVar[tuple[str, ...]] = ("values", "index", "start")
-    DERIVED: ClassVar[tuple[str, ...]] = ()
-
-    values: Tensor
-    index: Tensor
-    start: Tensor
-    rows: int
-    columns: int
-    taps: int = 1
+    STORED, DERIVED = ("values", "index", "start"), ()
 
     @classmethod
-    def empty(cls, rows: int, columns: int, taps: int = 1) -> PackedMatrix:
+    def empty(cls, rows: int, columns: int, taps: int = 1) -> Self:
         """Memory for any matrix of this shape, of which only what is filled is ever touched; it
         holds none yet."""
         room = taps * rows * columns
-        return cls(
-            torch.empty(room),
-            torch.empty(room, dtype=torch.uint8),
-            torch.zeros(taps * blocks_of(columns) * rows + 1, dtype=torch.int32),
-            rows,
-            columns,
-            taps,
-        )
+        start = torch.zeros(taps * blocks_of(columns) * rows + 1, dtype=torch.int32)
+        parts = torch.empty(room), torch.empty(room, dtype=torch.uint8), start
+        return cls(parts, rows, columns, taps)
 
     @classmethod
-    def of(
-        cls, values: Tensor, index: Tensor, start: Tensor, rows: int, columns: int, taps: int = 1
-    ) -> PackedMatrix:
-        """Raises ValueError for tensors that hold no matrix of this shape, so that nothing outside of
-        them is read."""
+    def packed(cls, weight: Tensor, taps: int = 1) -> Self:
+        full = cls.empty(len(weight), weight.shape[1] // taps, taps)
+        pack(weight, full)
+        values, index = (t[: full.count].clone() for t in (full.values, full.index))
+        return cls([values, index, full.start], *full.shape)
+
+    @classmethod
+    def derived(cls, stored: Sequence[Tensor], rows: int, columns: int, taps: int) -> list[Tensor]:
+        values, index, start = stored
         blocks = taps * blocks_of(columns)
         fits = start.shape == (blocks * rows + 1,) and start.dtype == torch.int32
         counts = start.diff() if fits else start
         if not fits or int(start[0]) or bool((counts < 0).any()):
             raise ValueError(f"start is not that of {rows} x {taps * columns}")
-        matrix = cls(values, index, start, rows, columns, taps)
-        if values.shape != (matrix.count,) or index.shape != (matrix.count,):
-            raise ValueError(f"{len(values)} values where start says {matrix.count}")
+        count = int(start[-1])
+        if values.shape != (count,) or index.shape != (count,):
+            raise ValueError(f"{len(values)} values where start says {count}")
         if index.dtype != torch.uint8:
             raise ValueError(f"index of {index.dtype}, not uint8")
         last = torch.arange(blocks) % blocks_of(columns) * BLOCK
         wide = (columns - last).clamp(max=BLOCK).repeat_interleave(rows)
         if bool((index >= wide.repeat_interleave(counts)).any()):
             raise ValueError("a column that is not of its block")
-        return matrix
+        return []
 
     @property
     def count(self) -> int:
@@ -126,6 +113,48 @@ class PackedMatrix:
         library = KERNELS.load()
         in_parts(library.nm_unpack, (*parts, *shape, BEGIN, END, to), self.rows, out.numel())
         return out.to(self.values.dtype)
+
+    def pack_both(self, weight: Tensor, other: Tensor | None, turned: PackedMatrix) -> int:
+        """Pack a weight (rows, taps * columns) into this one, and the transpose of every tap of it, or
+        of an ``other`` weight, into ``turned``. Without taps they may be stored by columns.
+
+        Returns how many non-zeros the weight has.
+        """
+        if other is not None:
+            by_taps = other.unflatten(1, (self.taps, -1)).permute(2, 1, 0)
+            pack(by_taps.contiguous().flatten(1), turned)
+            pack(weight.contiguous(), self)
+        elif weight.is_contiguous():
+            pack(weight, self, turned)
+        else:
+            pack(weight.t().contiguous(), turned, self)
+        return self.count
+
+    def multiply(
+        self, x: Tensor, bias: Tensor | None = None, turned: bool = False, **how: Any
+    ) -> Tensor:
+        """``x S^T + bias`` with x (tokens, columns) in float32 or bfloat16; (tokens, rows) in the dtype of
+        x, summed in float32. ``turned``: x is (columns, tokens) and float32, the result is (rows, tokens)."""
+        library, x = KERNELS.load(), x.contiguous()
+        tokens = x.shape[1] if turned else x.shape[0]
+        out = x.new_empty((self.rows, tokens) if turned else (tokens, self.rows))
+        bias = None if bias is None else bias.float().contiguous()
+        flags = TURNED if turned else LOW * (x.dtype == torch.bfloat16)
+        operands = [*map(address, (x, out, bias)), *self.addresses]
+        operands += [self.rows, self.columns, tokens]
+        in_panels(library.nm_product, operands, flags, tokens, self.rows, self.count)
+        return out
+
+    def sampled(self, x: Tensor, y: Tensor) -> Tensor:
+        """``y^T x`` where this matrix has non-zeros, whatever they are, zero elsewhere; x (tokens, columns)
+        and y (tokens, rows) in float32 or bfloat16, the result in float32."""
+        library, x, y = KERNELS.load(), x.contiguous(), y.contiguous()
+        sums = torch.zeros(self.count)
+        flags = (x.dtype == torch.bfloat16) + 2 * (y.dtype == torch.bfloat16)
+        fixed = [t.data_ptr() for t in (x, y, self.index, self.start)]
+        shape = (self.rows, self.columns, len(x), BEGIN, END, flags, sums.data_ptr())
+        in_parts(library.nm_sampled, (*fixed, *shape), self.rows, len(x) * len(sums) // WORTH)
+        return PackedMatrix([sums, self.index, self.start], self.rows, self.columns).dense()
 
 
 def blocks_of(columns: int) -> int:
@@ -156,42 +185,6 @@ def pack(matrix: Tensor, rows: PackedMatrix, turned: PackedMatrix | None = None)
     in_parts(library.nm_fill_turned, (*filled, BEGIN, END, *into), blocks, size)
 
 
-def pack_both(
-    weight: Tensor, other: Tensor | None, forward: PackedMatrix, backward: PackedMatrix
-) -> int:
-    """Pack a weight (rows, taps * columns) into ``forward``, and the transpose of every tap of it, or
-    of an ``other`` weight, into ``backward``. Without taps they may be stored by columns.
-
-    Returns how many non-zeros the weight has.
-    """
-    if other is not None:
-        turned = other.unflatten(1, (forward.taps, -1)).permute(2, 1, 0)
-        pack(turned.contiguous().flatten(1), backward)
-        pack(weight.contiguous(), forward)
-    elif weight.is_contiguous():
-        pack(weight, forward, backward)
-    else:
-        pack(weight.t().contiguous(), backward, forward)
-    return forward.count
-
-
-def multiply(
-    x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None, turned: bool = False
-) -> Tensor:
-    """``x S^T + bias`` with a packed S (rows, columns) and x (tokens, columns) in float32 or bfloat16;
-    (tokens, rows) in the dtype of x, summed in float32. ``turned``: x is (columns, tokens) and float32,
-    the result is (rows, tokens)."""
-    library, x = KERNELS.load(), x.contiguous()
-    tokens = x.shape[1] if turned else x.shape[0]
-    out = x.new_empty((matrix.rows, tokens) if turned else (tokens, matrix.rows))
-    bias = None if bias is None else bias.float().contiguous()
-    flags = TURNED if turned else LOW * (x.dtype == torch.bfloat16)
-    operands = [address(t) for t in (x, out, bias, matrix.values, matrix.index, matrix.start)]
-    operands += [matrix.rows, matrix.columns, tokens]
-    in_panels(library.nm_product, operands, flags, tokens, matrix.rows, matrix.count)
-    return out
-
-
 def in_panels(
     kernel: Any, operands: Sequence[int], flags: int, tokens: int, rows: int, count: int
 ) -> None:
@@ -199,15 +192,3 @@ def in_panels(
     ``count`` non-zeros."""
     work = tokens * count // WORTH
     in_tokens_or_rows(kernel, operands, tokens, rows, work, PANEL, LINE, [flags])
-
-
-def sampled(x: Tensor, y: Tensor, mask: PackedMatrix) -> Tensor:
-    """``y^T x`` where ``mask`` (rows, columns) has non-zeros, whatever they are, zero elsewhere; x (tokens,
-    columns) and y (tokens, rows) in float32 or bfloat16, the result in float32."""
-    library, x, y = KERNELS.load(), x.contiguous(), y.contiguous()
-    sums = torch.zeros(mask.count)
-    flags = (x.dtype == torch.bfloat16) + 2 * (y.dtype == torch.bfloat16)
-    fixed = [address(t) for t in (x, y, mask.index, mask.start)]
-    shape = (mask.rows, mask.columns, len(x), BEGIN, END, flags, sums.data_ptr())
-    in_parts(library.nm_sampled, (*fixed, *shape), mask.rows, len(x) * len(sums) // WORTH)
-    return PackedMatrix(sums, mask.index, mask.start, mask.rows, mask.columns).dense()

@@ -7,118 +7,149 @@ serves a single token (``nm_token.c``, bound by reading the non-zeros) and thous
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nmrun.fast.cpu.kernels import products
+from nmrun.fast.cpu.kernels.matrix import Matrix
 from nmrun.fast.cpu.kernels.products import BLOCK, LOW, in_panels
-from nmrun.fast.cpu.kernels.slots import in_order, start_of
 from nmrun.kernels.compiler import BEGIN, END, address, in_parts
 
-TILE = 16  # rows, and columns of a segment
-SEGMENTS = BLOCK // TILE
+TILE = 16  # rows
 FEW = 8  # tokens that nm_token.c takes; from about 12 on nm_product.c is faster
 FEW_WORTH = 8  # its multiplications that cost as much as a weight in another pass, see in_parts
 TILED, LOW_VALUES = 8, 16  # flags of nm_product.c
 
 
-@dataclass(frozen=True)
-class TiledMatrix:
-    """A sparse matrix (rows, columns) in slots of 16 non-zeros, one of each row of a tile.
+class SlotMatrix(Matrix):
+    """A sparse matrix in tiles of 16 rows. A tile's segment of columns has as many slots as its fullest
+    row needs. A slot holds ``DEEP`` non-zeros of each row of its tile.
 
     Attributes:
-        values: (slots, 16), float32 or bfloat16; zeros fill up rows that have fewer non-zeros.
-        index: (slots, 16), uint8: their columns, counted from the block's first.
-        counts: (blocks, tiles, 8), uint8: the slots of each segment of 16 columns.
-        start: int32, (blocks * tiles + 1): their sums, see ``nm_token.c``.
-        rows, columns: the shape.
+        values: (slots, SEGMENT); zeros fill up rows that have fewer non-zeros. There may be room behind
+            them.
+        index: (slots, SEGMENT), uint8: their columns, counted from the segment's first.
+        counts: (blocks, tiles, SEGMENTS), uint8: the slots of each segment; each tap has its own blocks.
+        start: int32, (blocks * tiles + 1): where the slots of a tile in a block begin.
     """
 
-    # what :meth:`of` takes, and what follows from these
-    STORED: ClassVar[tuple[str, ...]] = ("values", "index", "counts")
-    DERIVED: ClassVar[tuple[str, ...]] = ("start",)
-
-    values: Tensor
-    index: Tensor
-    counts: Tensor
-    start: Tensor
-    rows: int
-    columns: int
+    SEGMENT: ClassVar[int]  # columns
+    SEGMENTS: ClassVar[int]  # of a block; 0 for a single block with all
+    FROM_BLOCK: ClassVar[bool] = False  # columns are counted from the block's first
 
     @classmethod
-    def of(
-        cls, values: Tensor, index: Tensor, counts: Tensor, rows: int, columns: int
-    ) -> TiledMatrix:
-        """Raises ValueError for tensors that hold no matrix of this shape."""
-        blocks, tiles = -(-columns // BLOCK), -(-rows // TILE)
-        shape, about = (blocks, tiles, SEGMENTS), f"{rows} x {columns}"
-        start = start_of(values, index, counts, shape, TILE, about)
-        # the columns that a segment has slots for: nothing outside of a block is read
-        segment = torch.arange(counts.numel()).remainder_(SEGMENTS)
-        if bool(
-            (index // TILE != segment.repeat_interleave(counts.flatten().long())[:, None]).any()
-        ):
+    def cut(cls, rows: int, columns: int, taps: int = 1) -> tuple[int, ...]:
+        """The shape of the counts."""
+        tiles, segments = -(-rows // TILE), -(-columns // cls.SEGMENT)
+        if not cls.SEGMENTS:
+            return tiles, segments
+        return taps * -(-segments // cls.SEGMENTS), tiles, cls.SEGMENTS
+
+    @classmethod
+    def derived(cls, stored: Sequence[Tensor], rows: int, columns: int, taps: int) -> list[Tensor]:
+        values, index, counts = stored[:3]
+        if counts.shape != cls.cut(rows, columns, taps) or counts.dtype != torch.uint8:
+            raise ValueError(f"counts {list(counts.shape)} are not those of {rows} x {columns}")
+        of_tiles = counts.sum(-1, dtype=torch.int64).flatten()
+        start = functional.pad(of_tiles.cumsum(0), (1, 0)).int()
+        slots = (int(start[-1]), cls.SEGMENT)
+        if values.shape != slots or index.shape != slots or index.dtype != torch.uint8:
+            raise ValueError(f"{list(values.shape)} values where the counts say {list(slots)}")
+        _, first, _, offset = cls._places(index, counts, columns, taps)
+        # an empty place reads its segment's first column: nothing outside of x is read
+        wide = (columns - first).clamp(max=cls.SEGMENT)[:, None]
+        if bool(((offset < 0) | (offset >= wide)).any()):
             raise ValueError("a column that is not of its segment")
-        values, index, counts = (t.contiguous() for t in (values, index, counts))
-        return cls(values, index, counts, start, rows, columns)
+        return [start]
+
+    @classmethod
+    def _places(cls, index: Tensor, counts: Tensor, columns: int, taps: int) -> tuple[Tensor, ...]:
+        """Of each slot: its tile, the first column of its segment, its tap; and of its places, (slots,
+        SEGMENT), the columns counted from that."""
+        *_, tiles, segments = counts.shape
+        segment = torch.arange(counts.numel()).repeat_interleave(counts.flatten().long())
+        block, tile = segment // segments // tiles, segment // segments % tiles
+        in_tap = counts.numel() // (tiles * segments * taps)
+        within = segment % segments * cls.SEGMENT
+        first = block % in_tap * segments * cls.SEGMENT + within
+        offset = index.short() - (within[:, None].short() if cls.FROM_BLOCK else 0)
+        return tile, first, block // in_tap, offset
+
+    @property
+    def slots(self) -> int:
+        """How many there are."""
+        return int(self.start[-1])
 
     def dense(self) -> Tensor:
-        """The matrix with its zeros, in the dtype of the values."""
-        tiles = -(-self.rows // TILE)
-        place = torch.arange(self.counts.numel() // SEGMENTS).repeat_interleave(self.start.diff())
-        column = (place // tiles * BLOCK)[:, None] + self.index.long()
-        row = (place % tiles * TILE)[:, None] + torch.arange(TILE)
-        filled = self.values != 0
-        out = torch.zeros(self.rows, self.columns, dtype=self.values.dtype)
-        out[row[filled], column[filled]] = self.values[filled]
+        """The matrix with its zeros, (rows, taps * columns), in the dtype of the values."""
+        index, values = self.index[: self.slots], self.values[: self.slots]
+        tile, first, tap, offset = self._places(index, self.counts, self.columns, self.taps)
+        slot, place = values.nonzero(as_tuple=True)
+        row = tile[slot] * TILE + place // (self.SEGMENT // TILE)
+        column = (tap * self.columns + first)[slot] + offset[slot, place]
+        out = values.new_zeros(self.rows, self.taps * self.columns)
+        out[row, column] = values[slot, place]
         return out
 
+    @classmethod
+    def in_slots(cls, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Values, index and counts of a weight (rows, columns)."""
+        rows, columns = weight.shape
+        row, column = weight.nonzero(as_tuple=True)  # row by row
+        value = weight[row, column]
+        deep = cls.SEGMENT // TILE
+        *_, tiles, segments = shape = cls.cut(rows, columns)
+        across = segments * (shape[0] if len(shape) == 3 else 1)
+        run = row * across + column // cls.SEGMENT
+        filled = torch.bincount(run, minlength=tiles * TILE * across)
+        rank = torch.arange(len(run)) - (filled.cumsum(0) - filled)[run]
+        # the fullest row of a tile counts
+        most = -(-filled.view(tiles, TILE, across).amax(1) // deep)
+        counts = most.view(tiles, -1, segments).transpose(0, 1).reshape(shape)
+        flat = counts.flatten()
+        block, within = column // (segments * cls.SEGMENT), column // cls.SEGMENT % segments
+        first = (flat.cumsum(0) - flat)[(block * tiles + row // TILE) * segments + within]
+        position = (first + rank // deep) * cls.SEGMENT + row % TILE * deep + rank % deep
+        # an empty place reads the first column of its segment
+        empty = torch.arange(len(flat)).remainder(segments).repeat_interleave(flat) * cls.SEGMENT
+        empty = empty if cls.FROM_BLOCK else torch.zeros_like(empty)
+        index = empty.to(torch.uint8)[:, None].repeat(1, cls.SEGMENT)
+        values = value.new_zeros(index.shape)
+        values.view(-1)[position] = value
+        index.view(-1)[position] += (column % cls.SEGMENT).to(torch.uint8)
+        return values, index, counts.to(torch.uint8)
 
-def pack(row: Tensor, column: Tensor, value: Tensor, rows: int, columns: int) -> TiledMatrix:
-    """A matrix from its non-zeros, each (count,), in any order, none twice."""
-    tiles, blocks = -(-rows // TILE), -(-columns // BLOCK)
-    sides = (tiles * TILE, blocks * BLOCK)
-    row, column, value, rank, filled = in_order(row, column, value, *sides, TILE)
-    # the fullest row of a tile counts
-    most = filled.unflatten(0, (tiles, TILE)).amax(1)
-    counts = most.view(tiles, blocks, SEGMENTS).transpose(0, 1).contiguous()
-    flat = counts.flatten()
-    first = flat.cumsum(0) - flat
-    place = (column // BLOCK * tiles + row // TILE) * SEGMENTS + column % BLOCK // TILE
-    slots = int(flat.sum())
-    position = (first[place] + rank) * TILE + row % TILE
-    # an empty place reads the first column of its segment
-    segment = torch.arange(len(flat)).remainder_(SEGMENTS).repeat_interleave(flat)
-    index = (segment * TILE).to(torch.uint8)[:, None].repeat(1, TILE)
-    values = value.new_zeros(slots, TILE)
-    values.view(-1)[position] = value
-    index.view(-1)[position] = (column % BLOCK).to(torch.uint8)
-    return TiledMatrix.of(values, index, counts.to(torch.uint8), rows, columns)
 
+class TiledMatrix(SlotMatrix):
+    """One non-zero of each row in a slot, in float32 or bfloat16. Their columns are counted from the
+    first of a block of 128."""
 
-def multiply(x: Tensor, matrix: TiledMatrix, bias: Tensor | None = None) -> Tensor:
-    """``x S^T + bias`` with x (tokens, columns) in float32 or bfloat16 and the bias in float32; (tokens,
-    rows) in the dtype of x, summed in float32."""
-    library, x = products.KERNELS.load(), x.contiguous()
-    tokens, rows, columns = len(x), matrix.rows, matrix.columns
-    out = x.new_empty(tokens, rows)
-    flags = LOW * (x.dtype == torch.bfloat16)
-    flags += LOW_VALUES * (matrix.values.dtype == torch.bfloat16)
-    parts = (matrix.values, matrix.index, matrix.start)
-    if not tokens:
+    SEGMENT, SEGMENTS, FROM_BLOCK = TILE, BLOCK // TILE, True
+
+    @classmethod
+    def packed(cls, weight: Tensor, taps: int = 1) -> Self:
+        return cls.of(cls.in_slots(weight), *weight.shape)
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None, **how: Any) -> Tensor:
+        """``x S^T + bias`` with x (tokens, columns) in float32 or bfloat16 and the bias in float32;
+        (tokens, rows) in the dtype of x, summed in float32."""
+        library, x = products.KERNELS.load(), x.contiguous()
+        tokens, rows, columns = len(x), self.rows, self.columns
+        out = x.new_empty(tokens, rows)
+        flags = LOW * (x.dtype == torch.bfloat16)
+        flags += LOW_VALUES * (self.values.dtype == torch.bfloat16)
+        bias = None if bias is None else bias.contiguous()
+        values, index, counts, start = self.addresses
+        fixed = [*map(address, (x, out, bias)), values, index, start]
+        count = self.values.numel()
+        if 0 < tokens <= FEW:
+            operands = (*fixed, counts, rows, columns, tokens, BEGIN, END, flags)
+            in_parts(library.nm_token, operands, -(-rows // TILE), tokens * count // FEW_WORTH)
+        elif tokens:
+            whole = (*fixed, rows, columns, tokens)
+            in_panels(library.nm_product, whole, flags + TILED, tokens, rows, count)
         return out
-    bias = None if bias is None else bias.contiguous()
-    fixed = [x.data_ptr(), out.data_ptr(), address(bias)]
-    fixed += [part.data_ptr() for part in parts]
-    size = (rows, columns, tokens)
-    count = matrix.values.numel()
-    if tokens <= FEW:
-        counts = matrix.counts.data_ptr()
-        operands = (*fixed, counts, *size, BEGIN, END, flags)
-        in_parts(library.nm_token, operands, -(-rows // TILE), tokens * count // FEW_WORTH)
-    else:
-        in_panels(library.nm_product, (*fixed, *size), flags + TILED, tokens, rows, count)
-    return out

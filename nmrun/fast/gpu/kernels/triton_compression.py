@@ -1,6 +1,6 @@
 """2:4 weights into cuSPARSELt's compressed form on Hopper, in Triton, in one pass.
 
-The form was read off compressed matrices; :mod:`nmrun.fast.gpu.kernels.compression` compares this kernel with the
+The form was read off compressed matrices; :mod:`nmrun.fast.gpu.kernels.cusparselt` compares this kernel with the
 library before it is used. First come the kept values, two a group, row by row. Then comes a nibble a
 group, the two places of its values, low bits first. Nibbles lie in tiles of 64 rows and 32 columns;
 tiles lie row by row. In a tile, from the lowest bit of a nibble's place up, with r the row and g the

@@ -1,11 +1,11 @@
 """Products with a V:N:M matrix against float64: by the vector instruction, by its definition, and by
-AMX, whose instructions are written out in ``tiles.h``.
+AMX, whose instructions are written out in ``tiles.h``. By AMX alone also those of any N:M, as bitmaps.
 """
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -14,11 +14,15 @@ import pytest
 import torch
 from bf16_emulated import HAS_INSTRUCTION
 from operands import normal, normal_bf16, sparse
-from torch import Tensor
+from perceptrons import pruned
+from test_slots import in_bf16 as check
 
+import nmrun
 from nmrun.fast.cpu.kernels import blocks, int8
-from nmrun.fast.cpu.kernels.blocks import BlockMatrix, BlockTranspose
-from nmrun.fast.cpu.packed_linear import Int8BlockLinear, Int8Linear
+from nmrun.fast.cpu.kernels.blocks import BitmapMatrix, BlockMatrix, BlockTranspose
+from nmrun.fast.cpu.kernels.matrix import Matrix
+from nmrun.fast.cpu.packed_linear import BitmapLinear, Int8BlockLinear, Int8Linear
+from nmrun.fast.measurement import BF16_BITMAP
 from nmrun.kernels import compiler
 
 STAND_IN = f'-DTILES_BY="{Path(__file__).with_name("tiles.h")}"'
@@ -41,19 +45,24 @@ def way(
     monkeypatch.setattr(blocks, "KERNELS", kernels)
     in_bytes = replace(int8.KERNELS, flags=(*int8.KERNELS.flags, *flags))
     monkeypatch.setattr(int8, "KERNELS", in_bytes)
-    blocks.tiles_obstacle.cache_clear()
+    found = blocks.tiles_obstacle
+    found.cache_clear()
     yield request.param
-    blocks.tiles_obstacle.cache_clear()
+    found.cache_clear()
 
 
-def check(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """Within the rounding of float32 in each step of the sum, and of bfloat16 at its end."""
-    x, weight = x.double(), weight.double()
-    expected = x @ weight.t() + (0 if bias is None else bias.double())
-    steps = int((weight != 0).sum(1).max()) + 4
-    size = x.abs() @ weight.abs().t() + (0 if bias is None else bias.abs())
-    off = (result.double() - expected).abs()
-    assert bool((off <= 2**-8 * expected.abs() + 1.01 * steps * 2**-24 * size).all())
+@pytest.fixture(params=["blocks", "bitmaps"])
+def packed(request: pytest.FixtureRequest, way: str) -> Callable[..., Matrix]:
+    """What packs a weight in groups of so many rows; the pattern of bitmaps is any."""
+    if request.param == "blocks":
+        return lambda weight, height: BlockMatrix.packed(weight, height=height)
+    needs_bitmaps(way)
+    return lambda weight, height: BitmapMatrix.packed(weight)
+
+
+def needs_bitmaps(way: str) -> None:
+    if way != "tiles" or not hasattr(blocks.KERNELS.load(), "nm_bitmap_bf16"):
+        pytest.skip("by AMX, of processors with VBMI2")
 
 
 @pytest.mark.parametrize(
@@ -65,24 +74,28 @@ def check(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None)
         ("48:4:32", 96, 70, 48),  # three tiles of rows
         ("64:1:9", 64, 33, 64),
         ("2:4", 40, 37, 32),  # nothing is shared, and the last group is short
+        ("1:4", 16, 32, 16),
+        ("3:7", 17, 31, 16),
+        ("1:16", 96, 300, 16),
+        ("1:32", 64, 1024, 16),
         ("1:1", 1, 1, 16),
     ],
 )
 def test_patterns_shapes_and_numbers_of_tokens(
-    pattern: str, rows: int, columns: int, height: int
+    pattern: str, rows: int, columns: int, height: int, packed: Callable[..., Matrix]
 ) -> None:
     weight = sparse(rows, columns, pattern).bfloat16()
     bias, x = normal(rows, seed=1), normal_bf16(70, columns)
-    matrix = blocks.packed(weight, height)
+    matrix = packed(weight, height)
     assert torch.equal(matrix.dense(), weight)
-    again = BlockMatrix.of(matrix.values, matrix.index, rows, columns)
-    whole = blocks.multiply(x, again, bias)
+    again = matrix.of([getattr(matrix, name) for name in matrix.STORED], rows, columns)
+    whole = again.multiply(x, bias)
     check(whole, x, weight, bias)
-    check(blocks.multiply(x, matrix), x, weight)
-    for tokens in (1, 2, 31, 32, 33):
-        assert torch.equal(blocks.multiply(x[:tokens], matrix, bias), whole[:tokens])
-    assert torch.equal(blocks.multiply(x.t().contiguous().t(), matrix, bias), whole)
-    assert blocks.multiply(x[:0], matrix).shape == (0, rows)
+    check(matrix.multiply(x), x, weight)
+    for tokens in (1, 2, 15, 16, 17, 31, 32, 33):
+        assert torch.equal(matrix.multiply(x[:tokens], bias), whole[:tokens])
+    assert torch.equal(matrix.multiply(x.t().contiguous().t(), bias), whole)
+    assert matrix.multiply(x[:0]).shape == (0, rows)
 
 
 @pytest.mark.parametrize(
@@ -96,19 +109,19 @@ def test_the_transpose_is_scattered(
     forward = BlockMatrix.empty(rows, columns, height)
     backward = BlockTranspose.empty(columns, rows, height)
     for other in (weight + 1, weight):  # what was packed before is gone
-        blocks.pack_both(other, None, forward, backward)
+        forward.pack_both(other, None, backward)
     assert torch.equal(forward.dense(), weight.bfloat16())
-    assert torch.equal(forward.counts, blocks.packed(weight, height).counts)
-    whole = blocks.multiply(dz, backward)
+    assert torch.equal(forward.counts, BlockMatrix.packed(weight, height=height).counts)
+    whole = backward.multiply(dz)
     check(whole, dz, weight.bfloat16().t())
     for tokens in (1, 32, 33):
-        assert torch.equal(blocks.multiply(dz[:tokens], backward), whole[:tokens])
-    assert blocks.multiply(dz[:0], backward).shape == (0, columns)
+        assert torch.equal(backward.multiply(dz[:tokens]), whole[:tokens])
+    assert backward.multiply(dz[:0]).shape == (0, columns)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(compiler, "CHUNK", 1)
-    assert torch.equal(blocks.multiply(dz, backward), whole)
+    assert torch.equal(backward.multiply(dz), whole)
     dz[3, 5] = torch.inf
-    z = blocks.multiply(dz, backward)
+    z = backward.multiply(dz)
     kept = weight.bfloat16()[5] != 0
     assert not z[3, kept].isfinite().any()
     others = [t for t in range(70) if t != 3]
@@ -125,8 +138,8 @@ def test_gradients_in_the_columns_that_are_kept(
 ) -> None:
     weight = sparse(rows, columns, pattern)
     x, y = normal_bf16(tokens, columns, seed=3), normal_bf16(tokens, rows, seed=4)
-    matrix = blocks.packed(weight, height)
-    gradient = blocks.sampled(x, y, matrix)
+    matrix = BlockMatrix.packed(weight, height=height)
+    gradient = matrix.sampled(x, y)
     kept = torch.zeros(rows, columns)
     for top in range(0, rows, height):
         kept[top : top + height] = (weight[top : top + height] != 0).any(0)
@@ -135,7 +148,7 @@ def test_gradients_in_the_columns_that_are_kept(
     assert bool(((gradient - expected).abs() <= 1.01 * (tokens + 2) * 2**-24 * size).all())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(compiler, "CHUNK", 1)
-    assert torch.equal(blocks.sampled(x, y, matrix), gradient)
+    assert torch.equal(matrix.sampled(x, y), gradient)
 
 
 def test_groups_keep_any_number_of_columns() -> None:
@@ -146,10 +159,10 @@ def test_groups_keep_any_number_of_columns() -> None:
     weight = normal(5 * 16, 100) * keep.repeat_interleave(16, 0)
     x, dz, bias = normal_bf16(33, 100), normal_bf16(33, 80, seed=1), normal(80, seed=2)
     forward, backward = BlockMatrix.empty(80, 100, 16), BlockTranspose.empty(100, 80, 16)
-    assert blocks.pack_both(weight, None, forward, backward) == 16 * int(keep.sum())
-    check(blocks.multiply(x, forward, bias), x, weight.bfloat16(), bias)
-    check(blocks.multiply(dz, backward), dz, weight.bfloat16().t())
-    assert torch.equal(blocks.sampled(x, dz, forward) != 0, keep.repeat_interleave(16, 0))
+    assert forward.pack_both(weight, None, backward) == 16 * int(keep.sum())
+    check(forward.multiply(x, bias), x, weight.bfloat16(), bias)
+    check(backward.multiply(dz), dz, weight.bfloat16().t())
+    assert torch.equal(forward.sampled(x, dz) != 0, keep.repeat_interleave(16, 0))
 
 
 def test_subnormal_numbers_and_sums_are_zero(way: str) -> None:
@@ -157,8 +170,8 @@ def test_subnormal_numbers_and_sums_are_zero(way: str) -> None:
         pytest.skip("its fused operations keep them")
     weight, x = sparse(64, 64, "64:4:16").bfloat16(), normal_bf16(20, 64)
     for small in (2.0**-70, 2.0**-130):
-        matrix = blocks.packed(weight * 2.0**-60, 64)
-        assert not blocks.multiply((x.float() * small).bfloat16(), matrix).any()
+        matrix = BlockMatrix.packed(weight * 2.0**-60, height=64)
+        assert not matrix.multiply((x.float() * small).bfloat16()).any()
 
 
 def test_where_the_system_refuses_amx_vectors_multiply(
@@ -174,18 +187,18 @@ def test_where_the_system_refuses_amx_vectors_multiply(
         pytest.skip("this system allows AMX")
     assert blocks.tiles_obstacle() == "the system refuses AMX"
     weight, x = sparse(64, 64, "64:4:16").bfloat16(), normal_bf16(20, 64)
-    check(blocks.multiply(x, blocks.packed(weight, 64)), x, weight)
+    check(BlockMatrix.packed(weight, height=64).multiply(x), x, weight)
 
 
 def test_a_weight_that_is_not_finite_shows() -> None:
     weight, x = sparse(64, 64, "64:4:16"), normal_bf16(5, 64)
     weight[7, 0] = torch.nan  # kept beside the four columns of the block, as the masks do it
     forward, backward = BlockMatrix.empty(64, 64, 64), BlockTranspose.empty(64, 64, 64)
-    blocks.pack_both(weight, None, forward, backward)
-    z = blocks.multiply(x, forward)
+    forward.pack_both(weight, None, backward)
+    z = forward.multiply(x)
     assert z[:, 7].isnan().all()
     assert z[:, :7].isfinite().all()
-    assert blocks.multiply(x, backward)[:, 0].isnan().all()
+    assert backward.multiply(x)[:, 0].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -216,7 +229,7 @@ def test_int8_has_the_bits_of_products_without_blocks(
     ):
         layer(x)
     with pytest.raises(ValueError, match=r"scales"):
-        layer.MATRIX.of(layer.values, layer.index, layer.scales[1:], rows, columns)
+        layer.MATRIX.of([layer.values, layer.index, layer.scales[1:]], rows, columns)
 
 
 @pytest.mark.parametrize("kernels", [blocks.KERNELS, int8.KERNELS], ids=lambda k: k.sources[-1])
@@ -247,47 +260,50 @@ def test_which_way_it_is(way: str) -> None:
 
 
 @pytest.mark.parametrize(("threads", "tokens"), [(2, 70), (3, 5)])
-def test_threads_share_tokens_or_groups(
-    threads: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+def test_threads_share_tokens_or_rows(
+    threads: int, tokens: int, packed: Callable[..., Matrix], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weight, x = sparse(128, 64, "32:4:8"), normal_bf16(tokens, 64)
-    matrix = blocks.packed(weight, 32)
-    alone = blocks.multiply(x, matrix)
+    matrix, x = packed(sparse(128, 64, "32:4:8"), 32), normal_bf16(tokens, 64)
+    alone = matrix.multiply(x)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(compiler, "CHUNK", 1)
-    assert torch.equal(blocks.multiply(x, matrix), alone)
+    assert torch.equal(matrix.multiply(x), alone)
 
 
-def test_what_is_not_finite_stays_with_its_token() -> None:
+def test_what_is_not_finite_stays_with_its_token(packed: Callable[..., Matrix]) -> None:
     weight, x = sparse(64, 64, "64:4:16").bfloat16(), normal_bf16(33, 64)
-    plain = blocks.multiply(x, matrix := blocks.packed(weight, 64))
+    plain = (matrix := packed(weight, 64)).multiply(x)
     column = int(weight[0].nonzero()[0])
     x[3, column], x[32, column] = torch.nan, torch.inf
-    z = blocks.multiply(x, matrix)
+    z = matrix.multiply(x)
     assert z[3].isnan().all()
     assert not z[32].isfinite().any()
     others = [t for t in range(33) if t not in (3, 32)]
     assert torch.equal(z[others], plain[others])
     weight[5, column] = torch.nan
-    z = blocks.multiply(x[others], blocks.packed(weight, 64))
+    z = packed(weight, 64).multiply(x[others])
     assert z[:, 5].isnan().all()
     assert torch.equal(z[:, :5], plain[others][:, :5])
 
 
 def test_tensors_that_hold_no_matrix_are_refused() -> None:
-    matrix = blocks.packed(sparse(64, 64, "64:4:16"), 64)
+    weight = sparse(64, 64, "64:4:16")
+    matrix = BlockMatrix.packed(weight, height=64)
     values, index = matrix.values, matrix.index
-    for wrong in (
-        (values[:0], index, 64, 64),
-        (values.float(), index, 64, 64),
-        (values, index.long(), 64, 64),
-        (values, index + 1, 64, 64),
-        (values, index - 1, 64, 64),
-        (values, index[:, :16], 64, 64),
-        (values, index, 65, 64),
-    ):
+    for wrong in ((values[:0], index), (values.float(), index), (values, index.long()),
+                  (values, index + 1), (values, index - 1), (values, index[:, :16])):  # fmt: skip
         with pytest.raises(ValueError, match=r"index|column|tiles"):
-            BlockMatrix.of(*wrong)
+            BlockMatrix.of(wrong, 64, 64)
+    with pytest.raises(ValueError, match="index"):
+        BlockMatrix.of((values, index), 65, 64)
+    bitmap = BitmapMatrix.packed(weight)
+    values, masks = bitmap.values, bitmap.masks
+    for wrong in ((values[:-1], masks), (values.float(), masks), (values, masks.long()),
+                  (values, masks[:-1])):  # fmt: skip
+        with pytest.raises(ValueError, match="masks"):
+            BitmapMatrix.of(wrong, 64, 64)
+    with pytest.raises(ValueError, match="masks"):
+        BitmapMatrix.of((values, masks), 64, 129)
 
 
 @pytest.mark.parametrize(
@@ -299,4 +315,48 @@ def test_the_height_of_groups_is_found(pattern: str, height: int | None) -> None
     assert blocks.height_of(weight != 0) == height
     weight[3, 7] = 1.0  # a weight that is off makes one group wider, and no number wrong
     if height:
-        assert torch.equal(blocks.packed(weight, height).dense(), weight.bfloat16())
+        assert torch.equal(BlockMatrix.packed(weight, height=height).dense(), weight.bfloat16())
+
+
+# --- bitmaps --------------------------------------------------------------------------------------
+
+
+def test_what_is_stored_of_bitmaps() -> None:
+    """By hand: the lowest bit is the first column, a tile of columns follows the other."""
+    weight = torch.zeros(17, 40)
+    weight[0, 0], weight[0, 31], weight[0, 33], weight[1, 2], weight[16, 39] = 1, 2, 3, 4, 5
+    matrix = BitmapMatrix.packed(weight)
+    assert matrix.values.tolist() == [1, 2, 4, 3, 5]
+    assert matrix.start.tolist() == [0, 4, 5]
+    assert matrix.masks[0, 0, :3].tolist() == [1 - 2**31, 4, 0]
+    assert matrix.masks[:, 1, 0].tolist() == [2, 1 << 7]
+
+
+def test_the_layer_of_bitmaps_and_its_state(way: str) -> None:
+    needs_bitmaps(way)
+    weight, bias, x = sparse(40, 70, "2:4"), normal(40, seed=1), normal(2, 3, 70)
+    layer = BitmapLinear.of(weight, bias)
+    check(layer(x).view(6, 40), x.bfloat16().view(6, 70), weight.bfloat16(), bias)
+    other = BitmapLinear.of(sparse(40, 70, "1:4"), bias)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x))
+
+
+def test_without_amx_bitmaps_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "tiles_obstacle", lambda: "the system refuses AMX")
+    with pytest.raises(RuntimeError, match="products of bitmaps: the system refuses AMX"):
+        BitmapMatrix.packed(sparse(16, 32, "2:4")).multiply(normal_bf16(1, 32))
+
+
+@pytest.mark.parametrize(("tokens", "path"), [(32, BF16_BITMAP), (33, "packed")])
+def test_deploy_tries_bitmaps_for_few_tokens(
+    tokens: int, path: str, way: str, deploy_times: dict[str, float]
+) -> None:
+    needs_bitmaps(way)
+    deploy_times.update({"packed": 0.5, BF16_BITMAP: 0.25})
+    model, x = pruned("2:4").bfloat16(), normal_bf16(tokens, 80)
+    exact = model.float()(x.float()).detach()
+    choices = nmrun.deploy(model.bfloat16(), x)
+    assert [choice.path for choice in choices] == [path] * 2
+    z = model(x)
+    assert float((z - exact).norm() / exact.norm()) < 0.005
