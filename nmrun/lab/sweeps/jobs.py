@@ -15,13 +15,15 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -36,6 +38,7 @@ from nmrun.lab.config import (
     schema,
 )
 from nmrun.lab.config.composition import plain_errors, without_others_configs
+from nmrun.lab.config.hydra_internals import BasicSweeper
 from nmrun.lab.config.identity import changed, run_folder, title
 from nmrun.lab.config.precheck import Command, Job
 from nmrun.lab.keys.config import Config
@@ -66,21 +69,25 @@ def main(argv: list[str]) -> int:
         return _exit_status(_outcomes[-1])
     if not options.multirun:
         ((words, config),) = asked.jobs
-        return _exit_status(
-            _outcome_of(config, None, command_line.of_job(words, options.config_dir))
-        )
+        command = command_line.of_job(words, options.config_dir)
+        return _exit_status(_outcome_of(config, None, command))
     with recorded(asked, shlex.join(["nmrun", *argv]), asked.sweeps) as folder:
         os.environ[sweep.SWEEP], os.environ[workers.SWEEPER] = str(folder), str(os.getpid())
-        if not asked.hydras or asked.dry:
-            status = _run_one_by_one(folder, asked.jobs, options.config_dir)
-        elif asked.launcher == "basic":
-            status = _launch(flags, asked, asked.jobs)
-        else:
-            status = _launch_side_by_side(folder, asked, flags)
+        status = 0
+        try:
+            if not asked.hydras or asked.dry:
+                _run_one_by_one(folder, asked.jobs, options.config_dir)
+            elif asked.launcher == "basic":
+                _launch(flags, asked, asked.jobs)
+            else:
+                _launch_side_by_side(folder, asked, flags)
+        except KeyboardInterrupt:
+            status = 128 + signal.SIGINT
+        except SystemExit as stop:  # an interrupted job ends the sweep
+            status = int(stop.code or 0)
         if not leads():
             return status
         lines, bad = sweep.summary(folder)
-        lines = "\n".join([lines, *sweep.lines(folder)])
     print(lines)
     return max(status, bad)
 
@@ -99,38 +106,51 @@ def checked(overrides: list[str], multirun: bool, config_dir: str | None = None)
     return asked
 
 
-def _run_one_by_one(folder: Path, jobs: Sequence[Job], config_dir: str | None) -> int:
-    """Run the jobs of sweeps in this process; the exit status after an interrupt, or 0."""
-    try:
-        for outcome in run_jobs(folder, jobs, config_dir):
-            if outcome["status"] == "interrupted":  # it ends the sweep, on every rank
-                return _exit_status(outcome)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0
+def _run_one_by_one(folder: Path, jobs: Sequence[Job], config_dir: str | None) -> None:
+    """Run the jobs of sweeps in this process. SystemExit after an interrupt, on every rank."""
+    for outcome in run_jobs(folder, jobs, config_dir):
+        if outcome["status"] == "interrupted":
+            raise SystemExit(_exit_status(outcome))
 
 
-def _launch(flags: list[str], asked: Command, jobs: Sequence[Job]) -> int:
+def _launch(flags: list[str], asked: Command, jobs: Sequence[Job]) -> None:
     """Run these jobs by Hydra's launcher; likewise."""
-    from nmrun.lab.sweeps import sweeper
-
-    sweeper.register([words for words, _ in jobs])
+    NMSweeper.jobs = [list(words) for words, _ in jobs]
+    Plugins.instance().register(NMSweeper)
+    Plugins.instance().class_name_to_class[composition.SWEEPER["_target_"]] = NMSweeper
     if asked.queues:
         from nmrun.lab.sweeps import slurm
 
-        folders = {tuple(words): _place(config) for words, config in jobs}
+        folders = {tuple(words): str(run_folder(config).absolute()) for words, config in jobs}
         slurm.register(asked.detach, folders)
-    try:
-        _hydra(flags, asked.sweeps[0])
-    except (SystemExit, KeyboardInterrupt) as stop:  # an interrupted job ends the sweep
-        return int(stop.code or 0) if isinstance(stop, SystemExit) else 128 + signal.SIGINT
-    return 0
+    _hydra(flags, asked.sweeps[0])
 
 
-def _launch_side_by_side(folder: Path, asked: Command, flags: list[str]) -> int:
+class NMSweeper(BasicSweeper):
+    """Launches the jobs of several sweeps at once, so that a launcher can run any side by side.
+
+    ``jobs`` has the words of each. It is the class's, since Hydra makes the sweeper.
+    """
+
+    jobs: ClassVar[list[list[str]]] = []
+
+    def split_arguments(  # type: ignore[override]  # a static method there
+        self, overrides: list[Override], max_batch_size: int | None
+    ) -> list[list[list[str]]]:
+        """The words of all jobs, in batches."""
+        return list(self.split_overrides_to_chunks(self.jobs, max_batch_size))
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """Do nothing: ``precheck`` checked the jobs, and composing them all takes long."""
+
+
+def _launch_side_by_side(folder: Path, asked: Command, flags: list[str]) -> None:
     """Likewise, by a launcher that runs jobs side by side, with a line for each job that ends. Jobs
     for which nothing is to be done never come to it."""
-    missing, done = _missing(asked)
+    queued = sweep.in_queue(asked.output_dir) if asked.queues else {}
+    jobs = [(job, _done(job.config, queued)) for job in asked.jobs]
+    missing = [job for job, outcome in jobs if outcome is None]
+    done = [(job, outcome) for job, outcome in jobs if outcome is not None]
     names = dict[str, None]()
     for number, ((words, config), outcome) in enumerate(done, len(missing) + 1):
         sweep.add(folder, outcome, words, 0.0, number)
@@ -138,52 +158,44 @@ def _launch_side_by_side(folder: Path, asked: Command, flags: list[str]) -> int:
             names |= dict.fromkeys(changed(outcome["config"], config))
     if names:
         tell([f"some finished before {', '.join(names)} changed; force=true runs all again"])
+    watch = f"nmrun status {shlex.quote(asked.output_dir)} shows"
     if missing and not asked.detach:
-        place = shlex.quote(asked.output_dir)
-        watch = f"nmrun status {place} shows how far they are"
-        print(f"jobs side by side: {watch}", flush=True)
+        print(f"jobs side by side: {watch} how far they are", flush=True)
     with (
         workers.Sweeper(folder, waits=asked.known.signals is not None) as sweeper,
         JobLines(folder, lambda: sweeper.catch(signal.SIGPIPE)),
     ):
-        if not missing:
-            return 0
         try:
-            status = _launch(flags, asked, missing)
+            if missing:
+                _launch(flags, asked, missing)
         except BrokenExecutor:
-            status = 1
             if sweeper.caught is None:
                 workers.note_killed(folder)
+        except (KeyboardInterrupt, SystemExit):
+            if sweeper.caught is None:
+                raise
         except (ConfigError, RunError):
             raise
         except Exception as error:  # the launcher's own
-            place = shlex.quote(asked.output_dir)
             raise RunError(
                 f"launcher={asked.launcher}: {type(error).__name__}: {first_line(error)}; "
-                f"nmrun status {place} shows whether jobs go on"
+                f"{watch} whether jobs go on"
             ) from None
-    return status if sweeper.caught is None else 128 + sweeper.caught
+    if sweeper.caught is not None:
+        raise SystemExit(128 + sweeper.caught)
 
 
-def _missing(asked: Command) -> tuple[list[Job], list[tuple[Job, dict[str, Any]]]]:
-    """The jobs that are to be launched; and the others, with their outcomes: those whose run has
-    finished, or that another process or the queue has."""
-    missing, done = list[Job](), list[tuple[Job, dict[str, Any]]]()
-    queued = sweep.in_queue(asked.output_dir) if asked.queues else {}
-    for job in asked.jobs:
-        folder = _place(job.config)
-        outcome = _finished(job.config)
-        if locks.is_locked(Path(folder)):
-            error = f"{locks.holder(Path(folder))} is at work on this very run"
-            outcome = {"status": "running", "folder": folder, "error": error}
-        elif id := queued.get(folder):
-            error = f"Slurm has it as job {id}"
-            outcome = {"status": "queued", "folder": folder, "queue": id, "error": error}
-        if outcome is None:
-            missing.append(job)
-        else:
-            done.append((job, outcome))
-    return missing, done
+def _done(config: Config, queued: Mapping[str, str]) -> dict[str, Any] | None:
+    """The outcome of a job that is not to be launched: its run has finished, or another process or
+    the queue has it."""
+    folder = run_folder(config).absolute()
+    if locks.is_locked(folder):
+        error = f"{locks.holder(folder)} is at work on this very run"
+        return {"status": "running", "folder": str(folder), "error": error}
+    if id := queued.get(str(folder)):
+        error = f"Slurm has it as job {id}"
+        return {"status": "queued", "folder": str(folder), "queue": id, "error": error}
+    return _finished(config)
 
 
 def _hydra(flags: list[str], overrides: list[str]) -> None:
@@ -206,30 +218,25 @@ def _job(composed: DictConfig) -> None:
     folder = Path(os.environ[sweep.SWEEP]) if job.mode == RunMode.MULTIRUN else None
     overrides = [command_line.unescaped(word) for word in job.overrides.task]
     with output.ends_quietly(), without_others_configs():  # jobs may run in other processes
-        if folder:
-            number = job.job.num + 1
-            command = command_line.of_hydra(job, overrides)
-            about = (folder, number, composed, overrides, command)
-            if sweep.is_own(folder):
-                outcome = _run_in_sweep(*about)
-            else:
-                outcome = _run_in_worker(*about, reads)
+        command = command_line.of_hydra(job, overrides)
+        if folder is None:
+            outcome = _outcome_of(composed, None, command)
+        elif sweep.is_own(folder):
+            with workers.signals_for_run():
+                _end_after_signal(folder)  # between two jobs
+                outcome = run_job(folder, job.job.num + 1, composed, overrides, command)
         else:
-            outcome = _outcome_of(composed, None, command_line.of_hydra(job, overrides))
+            number = job.job.num + 1
+            outcome = _run_in_worker(folder, number, composed, overrides, command, reads)
     _outcomes.append(outcome)
     workers.end_with_sweep()
     if folder and outcome["status"] == "interrupted" and not reads:
         raise SystemExit(_exit_status(outcome))
 
 
-def _run_in_sweep(
-    folder: Path, number: int, composed: DictConfig, overrides: list[str], command: str
-) -> dict[str, Any]:
-    """Run a job in the sweep's own process; as :func:`run_job`."""
-    with workers.signals_for_run():
-        if sweep.read(folder).signal is not None:  # between two jobs
-            raise KeyboardInterrupt
-        return run_job(folder, number, composed, overrides, command)
+def _end_after_signal(folder: Path) -> None:
+    if sweep.read(folder).signal is not None:
+        raise KeyboardInterrupt
 
 
 def _run_in_worker(
@@ -245,20 +252,16 @@ def _run_in_worker(
 
     def begins(run: Path) -> None:
         sweep.begins(folder, number, overrides, run, workers.launched_this())
-        if sweep.read(folder).signal is not None:
-            raise KeyboardInterrupt
+        _end_after_signal(folder)
 
-    interrupted = {"status": "interrupted", "signal": int(signal.SIGTERM)}
+    outcome = {"status": "interrupted", "signal": int(signal.SIGTERM)}
     began = time.monotonic()
-    if sweep.read(folder).signal is not None:
-        outcome = interrupted  # this job is never begun
-    else:
+    if sweep.read(folder).signal is None:  # else this job is never begun
         try:
             stop = workers.ends_by_record(folder) if reads else workers.ends_by_signal()
             with stop, output.logged(sweep.log_of(folder, number)):
                 outcome = run_job(folder, number, composed, overrides, command, begins)
         except KeyboardInterrupt:
-            outcome = interrupted
             sweep.add(folder, outcome, overrides, time.monotonic() - began, number)
     if outcome["status"] == "interrupted":
         workers.wait_for_others(folder)
@@ -321,19 +324,16 @@ def _runner() -> Any:
     """The module that trains, with torch. What is imported now stays until the process ends, so the
     garbage collector need not search it, which would take half a second in all. In a process that
     has torch already, the collector is left alone."""
-    if "torch" in sys.modules:
-        from nmrun.lab.train import runner
-
-        return runner
-    collects = gc.isenabled()
-    gc.disable()
+    is_first = "torch" not in sys.modules
+    if is_first:
+        gc.disable()
     try:
         from nmrun.lab.train import runner
     finally:
-        gc.freeze()
-        if collects:
+        if is_first:
+            gc.freeze()
             gc.enable()
-    atexit.register(gc.freeze)
+            atexit.register(gc.freeze)
     return runner
 
 
@@ -372,10 +372,6 @@ def _finished(config: Config) -> dict[str, Any] | None:
     folder = run_folder(config)
     result = None if config.force or config.dry else RunFolder(folder).finished()
     return None if result is None else {**result, "status": "skipped", "folder": str(folder)}
-
-
-def _place(config: Config) -> str:
-    return str(run_folder(config).absolute())
 
 
 def _exit_status(outcome: dict[str, Any]) -> int:

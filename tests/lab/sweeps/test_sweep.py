@@ -34,8 +34,8 @@ from nmrun.lab.config import command_line, experiment, hydra_internals
 from nmrun.lab.config.identity import run_folder
 from nmrun.lab.records import sweep
 from nmrun.lab.runs import locks
-from nmrun.lab.sweeps import jobs, sweeper
-from nmrun.lab.sweeps.sweeper import NMSweeper
+from nmrun.lab.sweeps import jobs
+from nmrun.lab.sweeps.jobs import NMSweeper
 from nmrun.lab.train import checkpoint
 
 NOW = 1_000_000.0
@@ -469,9 +469,9 @@ def started(folder: Path, line: str) -> subprocess.Popen[str]:
 # --- the sweeper ----------------------------------------------------------------------------------
 
 
-def test_the_sweeper_launches_in_batches():
+def test_the_sweeper_launches_in_batches(monkeypatch):
     words = [["seed=3", "recipe=ste"], ["seed=3", "recipe=asp"]]
-    sweeper.register(words)
+    monkeypatch.setattr(NMSweeper, "jobs", words)
     assert NMSweeper(None).split_arguments([], None) == [words]
     assert NMSweeper(1).split_arguments([], 1) == [words[:1], words[1:]]
 
@@ -559,7 +559,7 @@ def ended(folder: Path, jobs: list[str], *outputs: str) -> list[str]:
         output = outputs[number % len(outputs)] if outputs else "out/digits"
         place = f"{output}/small_conv/ste/2of4/s0-{number}"
         sweep.add(folder, {"status": "finished", "folder": place}, words.split(), 1.0)
-    return sweep.lines(folder)
+    return sweep.summary(folder)[0].splitlines()[1:]
 
 
 def test_what_is_not_done_is_named_with_its_reason_and_folder(tmp_path):

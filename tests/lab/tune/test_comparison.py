@@ -29,7 +29,7 @@ from nmrun.lab.runs import locks
 from nmrun.lab.sweeps import jobs
 from nmrun.lab.train import results
 from nmrun.lab.tune import comparison, plan
-from nmrun.lab.tune.cli import main
+from nmrun.lab.tune.plan import main
 from nmrun.lab.tune.study import Study, Trial, ended
 from nmrun.ranges import among
 
@@ -232,7 +232,7 @@ def test_a_data_set_without_a_test_split_is_shown_on_its_validation_split():
         {**alike, "dataset": "a", "test/accuracy": 0.5, "eval/accuracy": 0.6},
         {**alike, "dataset": "b", "eval/accuracy": 0.7},
     ])  # fmt: skip
-    text = comparison.outcome_text(comparison.Outcome(runs, pd.DataFrame(), [], [], [], [], []))
+    text = comparison.outcome_text(comparison.Outcome([], runs.to_dict("records")))
     assert re.findall(r"on the (\w+) split", text) == ["test", "validation"]
     assert re.findall(r"\| ste +\| ([\d.]+) ", text) == ["50.0", "70.0"]
 
@@ -413,7 +413,7 @@ def test_trials_leave_no_checkpoints(dense):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("recipe=dense --over recipe.decay=1,2", "no run of this comparison has"),
+        ("recipe=dense --over recipe.decay=1,2", "its values change no run of this comparison"),
         (
             "recipe=sr_ste recipe.decay=1e-4,1e-3",
             r"is searched in 1e-06 to 0.01 \(log\); give it one",
@@ -517,14 +517,16 @@ def test_a_seed_that_fails_with_the_best_settings_is_said(part, dense, capsys):
     spoil("outputs/digits/**/s1-*/result.json", part)
     assert tune("recipe=dense") == 0
     text = capsys.readouterr().out
-    assert "dense: 1 of 2 seeds failed with the best settings, or are worse than" in text
-    assert text.split("dense: 1 of 2")[1].split("\n")[0] in (PLACE / "table.md").read_text()
+    assert (
+        "dense: 0 of 3 tuning seeds and 1 of 2 seeds failed with the best settings, or are" in text
+    )
+    assert text.split("dense: 0 of 3")[1].split("\n")[0] in (PLACE / "table.md").read_text()
 
 
 def test_a_tuning_seed_that_fails_with_the_best_settings_is_said(dense, capsys):
     spoil(f"{PLACE}/**/s1001-*/result.json", 0.85)  # of both finalists
     assert tune("recipe=dense") == 0
-    assert "dense: 1 of 3 tuning seeds failed with the best settings" in capsys.readouterr().out
+    assert "dense: 1 of 3 tuning seeds and 0 of 2 seeds failed with" in capsys.readouterr().out
 
 
 def spoil(pattern: str, part: float | None) -> None:
@@ -542,8 +544,7 @@ def test_a_best_value_at_the_end_of_its_range_is_said(capsys):
     asked = ["--over", "optimizer.lr=tag(log,interval(1e-5,1e-4))", "optimizer.lr=1e-4"]
     assert tune("recipe=dense", "seed=0", *asked) == 0
     output = capsys.readouterr().out
-    assert "best at the upper end of optimizer.lr 1e-05 to 0.0001 (log): dense;" in output
-    assert "--over 'optimizer.lr=tag(log,interval(1e-05,0.0005))'" in output
+    assert "dense: the best optimizer.lr is at the upper end of 1e-05 to 0.0001 (log);" in output
 
 
 def test_seeds_of_tuning_are_refused_in_a_file_too(tmp_path):

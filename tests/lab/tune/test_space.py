@@ -73,26 +73,22 @@ def test_the_command_wins_where_the_run_has_the_key():
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("optimizer.lr=0.1", "it takes an interval or several values"),
-        ("optimizer.lr=interval(1,0.1)", "an interval has the smaller end first$"),
-        (
-            "optimizer.lr=tag(log,interval(0,0.1))",
-            "the smaller end first, and with log it begins above 0$",
-        ),
         ("optimizer.lr", "cannot be read as key=value"),
-        ("seed=1,2", "it takes a key of a group, such as optimizer.lr"),
-        ("init=a,b", "it takes a key of a group"),
-        ("output_dir=a,b", "it takes a key of a group"),
+        *(
+            (word, "it takes an interval or several values for a key of a group")
+            for word in (
+                "optimizer.lr=0.1",
+                "optimizer.lr=interval(1,0.1)",
+                "optimizer.lr=tag(log,interval(0,0.1))",
+                "seed=1,2",
+                "init=a,b",
+            )
+        ),
     ],
 )
 def test_a_range_that_is_none_gets_a_line(word, message):
     with pytest.raises(ConfigError, match=message):
         plan.read_space([word])
-
-
-def test_two_ranges_for_one_key_get_a_line():
-    with pytest.raises(ConfigError, match=r"^--over optimizer.lr is there twice$"):
-        plan.read_space(["optimizer.lr=0.1,0.2", "optimizer.lr=0.3,0.4"])
 
 
 @pytest.mark.parametrize(
