@@ -47,7 +47,6 @@ from nmrun.lab.records.sweep import recorded
 from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import RunFolder, make_folder
 from nmrun.lab.sweeps import workers
-from nmrun.lab.sweeps.workers import JobLines
 
 composition.register()
 
@@ -161,10 +160,7 @@ def _launch_side_by_side(folder: Path, asked: Command, flags: list[str]) -> None
     watch = f"nmrun status {shlex.quote(asked.output_dir)} shows"
     if missing and not asked.detach:
         print(f"jobs side by side: {watch} how far they are", flush=True)
-    with (
-        workers.Sweeper(folder, waits=asked.known.signals is not None) as sweeper,
-        JobLines(folder, lambda: sweeper.catch(signal.SIGPIPE)),
-    ):
+    with workers.Sweeper(folder, waits=asked.known.signals is not None) as sweeper:
         try:
             if missing:
                 _launch(flags, asked, missing)
