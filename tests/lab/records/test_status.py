@@ -25,7 +25,6 @@ from verbs import python
 
 from nmrun.errors import ConfigError
 from nmrun.lab.records import status, sweep
-from nmrun.lab.runs import locks
 
 Place = Callable[..., Path]
 
@@ -292,29 +291,6 @@ def test_sweeps(place, capsys, monkeypatch):
         output(capsys).splitlines()[0]
         == "sweep 3-third, ended: 8 of 8 jobs done (8 finished); 1 min"
     )
-
-
-@pytest.mark.parametrize(
-    ("state", "counted"), [("failed", "1 failed"), (None, "1 killed"), ("running", "1 running")]
-)
-def test_a_run_that_a_sweep_left_to_another_process(state, counted, place, capsys):
-    """It runs as long as the other does, whether the sweep has ended or not."""
-    run = place("s0-a", None if state == "running" else state)
-    folder = Path("outputs/.sweeps/1-shared")
-    folder.mkdir(parents=True)
-    sweep.begin(folder, 1, "nmrun -m recipe=ste", "outputs")
-    sweep.add(folder, {"status": "running", "folder": str(run)}, ["recipe=ste"], 1.0, 1)
-    with at_work(*[run] * (state == "running")):
-        (line,) = output(capsys).splitlines()[:1]
-    assert line.startswith(f"sweep 1-shared, ended: 1 of 1 jobs done ({counted}); ")
-
-
-def test_asking_is_not_in_the_way(place, capsys):
-    folder = place("s0-a")
-    (folder / locks.NAME).touch()  # as a killed run leaves it
-    output(capsys)
-    with locks.hold(folder) as ours:
-        assert ours
 
 
 def test_names_of_folders_send_a_terminal_no_commands(place, capsys):
