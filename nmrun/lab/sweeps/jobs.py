@@ -24,7 +24,6 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from nmrun.errors import ConfigError, RunError, first_line, leads, refuse, tell
@@ -63,23 +62,17 @@ def main(argv: list[str]) -> int:
     if options.cfg or options.info:
         _hydra(flags, asked.sweeps[0])
         return 0
-    if not options.multirun and asked.hydras:
-        _hydra(flags, asked.sweeps[0])
-        return _exit_status(_outcomes[-1])
     if not options.multirun:
         ((words, config),) = asked.jobs
         command = command_line.of_job(words, options.config_dir)
         return _exit_status(_outcome_of(config, None, command))
     with recorded(asked, shlex.join(["nmrun", *argv]), asked.sweeps) as folder:
-        os.environ[sweep.SWEEP], os.environ[workers.SWEEPER] = str(folder), str(os.getpid())
         status = 0
         try:
-            if not asked.hydras or asked.dry:
+            if asked.launcher == "basic" or asked.dry:
                 _run_one_by_one(folder, asked.jobs, options.config_dir)
-            elif asked.launcher == "basic":
-                _launch(flags, asked, asked.jobs)
             else:
-                _launch_side_by_side(folder, asked, flags)
+                _launch(folder, asked, flags)
         except KeyboardInterrupt:
             status = 128 + signal.SIGINT
         except SystemExit as stop:  # an interrupted job ends the sweep
@@ -98,6 +91,11 @@ def checked(overrides: list[str], multirun: bool, config_dir: str | None = None)
         for words in experiment.expand(overrides, multirun, config_dir)
     ]
     asked = precheck.read(sweeps, multirun, config_dir)
+    for word in filter(command_line.is_hydras, overrides if asked.launcher == "basic" else ()):
+        if not word.startswith(("hydra/launcher", "hydra.sweeper")):
+            raise ConfigError(
+                f"{word}: Hydra hears it where a launcher of its own runs a sweep's jobs"
+            )
     if asked.detach and not (multirun and asked.queues):
         raise ConfigError("detach=true: add -m and launcher=slurm, whose jobs outlive the command")
     tell([] if multirun else command_line.without_effect(overrides))
@@ -112,40 +110,9 @@ def _run_one_by_one(folder: Path, jobs: Sequence[Job], config_dir: str | None) -
             raise SystemExit(_exit_status(outcome))
 
 
-def _launch(flags: list[str], asked: Command, jobs: Sequence[Job]) -> None:
-    """Run these jobs by Hydra's launcher; likewise."""
-    NMSweeper.jobs = [list(words) for words, _ in jobs]
-    Plugins.instance().register(NMSweeper)
-    Plugins.instance().class_name_to_class[composition.SWEEPER["_target_"]] = NMSweeper
-    if asked.queues:
-        from nmrun.lab.sweeps import slurm
-
-        folders = {tuple(words): str(run_folder(config).absolute()) for words, config in jobs}
-        slurm.register(asked.detach, folders)
-    _hydra(flags, asked.sweeps[0])
-
-
-class NMSweeper(BasicSweeper):
-    """Launches the jobs of several sweeps at once, so that a launcher can run any side by side.
-
-    ``jobs`` has the words of each. It is the class's, since Hydra makes the sweeper.
-    """
-
-    jobs: ClassVar[list[list[str]]] = []
-
-    def split_arguments(  # type: ignore[override]  # a static method there
-        self, overrides: list[Override], max_batch_size: int | None
-    ) -> list[list[list[str]]]:
-        """The words of all jobs, in batches."""
-        return list(self.split_overrides_to_chunks(self.jobs, max_batch_size))
-
-    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Do nothing: ``precheck`` checked the jobs, and composing them all takes long."""
-
-
-def _launch_side_by_side(folder: Path, asked: Command, flags: list[str]) -> None:
-    """Likewise, by a launcher that runs jobs side by side, with a line for each job that ends. Jobs
-    for which nothing is to be done never come to it."""
+def _launch(folder: Path, asked: Command, flags: list[str]) -> None:
+    """Likewise, side by side by a launcher of Hydra's, with a line for each job that ends. Jobs for
+    which nothing is to be done never come to it."""
     queued = sweep.in_queue(asked.output_dir) if asked.queues else {}
     jobs = [(job, _done(job.config, queued)) for job in asked.jobs]
     missing = [job for job, outcome in jobs if outcome is None]
@@ -163,7 +130,9 @@ def _launch_side_by_side(folder: Path, asked: Command, flags: list[str]) -> None
     with workers.Sweeper(folder, waits=asked.known.signals is not None) as sweeper:
         try:
             if missing:
-                _launch(flags, asked, missing)
+                os.environ[sweep.SWEEP] = str(folder)
+                os.environ[workers.SWEEPER] = str(os.getpid())
+                _by_hydra(missing, asked, flags)
         except BrokenExecutor:
             if sweeper.caught is None:
                 workers.note_killed(folder)
@@ -194,6 +163,36 @@ def _done(config: Config, queued: Mapping[str, str]) -> dict[str, Any] | None:
     return _finished(config)
 
 
+def _by_hydra(jobs: Sequence[Job], asked: Command, flags: list[str]) -> None:
+    NMSweeper.jobs = [list(words) for words, _ in jobs]
+    Plugins.instance().register(NMSweeper)
+    Plugins.instance().class_name_to_class[composition.SWEEPER["_target_"]] = NMSweeper
+    if asked.queues:
+        from nmrun.lab.sweeps import slurm
+
+        folders = {tuple(words): str(run_folder(config).absolute()) for words, config in jobs}
+        slurm.register(asked.detach, folders)
+    _hydra(flags, asked.sweeps[0])
+
+
+class NMSweeper(BasicSweeper):
+    """Launches the jobs of several sweeps at once, so that a launcher can run any side by side.
+
+    ``jobs`` has the words of each. It is the class's, since Hydra makes the sweeper.
+    """
+
+    jobs: ClassVar[list[list[str]]] = []
+
+    def split_arguments(  # type: ignore[override]  # a static method there
+        self, overrides: list[Override], max_batch_size: int | None
+    ) -> list[list[list[str]]]:
+        """The words of all jobs, in batches."""
+        return list(self.split_overrides_to_chunks(self.jobs, max_batch_size))
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """Do nothing: ``precheck`` checked the jobs, and composing them all takes long."""
+
+
 def _hydra(flags: list[str], overrides: list[str]) -> None:
     sys.argv[1:] = [*flags, *overrides]  # Hydra wants its options first
     os.environ["HYDRA_FULL_ERROR"] = "1"  # it raises its errors, and prints no traceback
@@ -203,30 +202,25 @@ def _hydra(flags: list[str], overrides: list[str]) -> None:
 
 # --- one job --------------------------------------------------------------------------------------
 
-_outcomes: list[dict[str, Any]] = []
-
 
 @hydra.main(config_path="pkg://nmrun.conf", config_name="nmrun", version_base="1.3")
 def _job(composed: DictConfig) -> None:
-    job = HydraConfig.get()
+    """A job that a launcher runs: in a process of its own, or (joblib with ``n_jobs=1``) in the
+    sweep's."""
+    job, folder = HydraConfig.get(), Path(os.environ[sweep.SWEEP])
     workers.end_with_sweep()
     reads = launchers.of(job.launcher._target_).signals == "read"
-    folder = Path(os.environ[sweep.SWEEP]) if job.mode == RunMode.MULTIRUN else None
     overrides = [command_line.unescaped(word) for word in job.overrides.task]
-    with output.ends_quietly(), without_others_configs():  # jobs may run in other processes
-        command = command_line.of_hydra(job, overrides)
-        if folder is None:
-            outcome = _outcome_of(composed, None, command)
-        elif sweep.is_own(folder):
+    about = folder, job.job.num + 1, composed, overrides, command_line.of_hydra(job, overrides)
+    with output.ends_quietly(), without_others_configs():
+        if sweep.is_own(folder):
             with workers.signals_for_run():
                 _end_after_signal(folder)  # between two jobs
-                outcome = run_job(folder, job.job.num + 1, composed, overrides, command)
+                outcome = run_job(*about)
         else:
-            number = job.job.num + 1
-            outcome = _run_in_worker(folder, number, composed, overrides, command, reads)
-    _outcomes.append(outcome)
+            outcome = _run_in_worker(*about, reads)
     workers.end_with_sweep()
-    if folder and outcome["status"] == "interrupted" and not reads:
+    if outcome["status"] == "interrupted" and not reads:
         raise SystemExit(_exit_status(outcome))
 
 

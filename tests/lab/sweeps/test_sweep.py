@@ -20,8 +20,6 @@ from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.plugins import Plugins
-from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from lazily import needs
 from runs import TINY, at_work, config, finished, mistakes, result_of
@@ -141,18 +139,12 @@ def test_a_zipped_sweep_does_only_what_is_missing_and_tells_the_time(nmrun_cli, 
 
 @pytest.fixture
 def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """``nmrun -m ...`` up to the jobs that are launched, or run here one after the other: call by
-    call, as plain values; nothing is trained.
-    """
+    """``nmrun -m ...`` up to its jobs: call by call, as plain values; nothing is trained."""
     sweeps: list[list[dict[str, Any]]] = []
 
     def values(job: Sequence[str]) -> dict[str, Any]:
         parsed = [OverridesParser.create().parse_override(word) for word in job]
         return {one.key_or_group: one.value() for one in parsed}
-
-    def launch(_: object, jobs: list[list[str]], initial_job_idx: int) -> list[object]:
-        sweeps.append([values(job) for job in jobs])
-        return []
 
     def run_job(_: Path, number: int, composed: object, job: list[str], *__: str) -> Any:
         if number == 1:
@@ -170,8 +162,6 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ]
 
     monkeypatch.chdir(tmp_path)
-    launchers = {each.__name__: each for each in Plugins.instance().discover(Launcher)}
-    monkeypatch.setattr(launchers["BasicLauncher"], "launch", launch)
     monkeypatch.setattr(jobs, "run_job", run_job)
     return call
 
@@ -438,6 +428,11 @@ def test_hydra_s_own_classes_are_left_alone():
     assert sweeper.split_arguments.__module__ == sweeper.__module__
 
 
+def test_a_word_for_hydra_that_nobody_hears_is_refused():
+    with pytest.raises(ConfigError, match=r"^hydra\.verbose=true: Hydra hears it where"):
+        jobs.checked(["hydra.verbose=true", "seed=0,1"], multirun=True)
+
+
 def test_the_jobs_are_those_that_were_checked(launches, tmp_path):
     (jobs,) = launches("recipe=ste", "sparsity=2:4,1:4", "seed=0,1", "zip=sparsity,seed")
     (record,) = (tmp_path / "out" / ".sweeps").glob("*/sweep.json")
@@ -521,26 +516,6 @@ def test_a_job_s_line_has_what_tells_it_from_others(tmp_path):
     sweep.begin(tmp_path, 1, "nmrun -m ...", "o", [["recipe=dense", "seed=1"]])
     assert sweep.title(tmp_path, 1, ["recipe=dense", "seed=1"]) == "[1/1] recipe=dense seed=1"
     assert sweep.title(tmp_path, 1, ["++recipe.beta=0.9"]) == "[1/1] recipe.beta=0.9"
-
-
-@pytest.mark.parametrize("message", ["hydra: {job: {env_set: {MINE: here}}}", "seed: 3"])
-def test_what_a_folder_of_configs_says_to_hydra_is_heard(message, tmp_path, monkeypatch):
-    """The environment of jobs, callbacks, a launcher: Hydra launches the jobs then."""
-    folder = tmp_path / "mine" / "debug"
-    folder.mkdir(parents=True)
-    (folder / "mine.yaml").write_text(f"# @package _global_\n{message}\n")
-    heard: list[str | None] = []
-
-    def job(*_):
-        heard.append(os.environ.get("MINE"))
-        return {"status": "planned", "folder": None}
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(jobs, "run_job", job)
-    words = ["--config-dir", "mine", "debug=mine", "recipe=ste,asp", "output_dir=out"]
-    monkeypatch.setattr(sys, "argv", ["nmrun", "-m", *words])
-    cli.main()
-    assert heard == (["here"] * 2 if "hydra" in message else [None] * 2)
 
 
 def test_a_record_is_read_as_it_stands(tmp_path):
