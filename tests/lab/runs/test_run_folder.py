@@ -167,67 +167,64 @@ def laughs(folder: Path) -> None:
     (folder / "result.json").unlink()
 
 
-def instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
-    """Put something else in the place of a file."""
-
-    def put(folder: Path) -> None:
-        (folder / name).unlink()
-        make(folder / name)
-
-    return put
-
-
-def text(content: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / "result.json").write_text(content)
-
-
-def both(*steps: Callable[[Path], object]) -> Callable[[Path], object]:
-    return lambda folder: [step(folder) for step in steps]
-
-
-def sealed_with(**changes: Any) -> Callable[[Path], object]:
-    return lambda folder: resealed(folder, **changes)
-
-
-def config_with(**changes: Any) -> Callable[[Path], object]:
-    return sealed_with(config=RESULT["config"] | changes)
+def replaced(folder: Path, name: str, by: Callable[[Path], object]) -> None:
+    (folder / name).unlink()
+    by(folder / name)
 
 
 def device(place: Path) -> None:
     place.symlink_to("/dev/zero")
 
 
-EMPTY = {"bytes": 0, "sha256": ""}
-# what somebody else may have put there: no reader waits, or stumbles
-ODD: dict[str, Callable[[Path], object]] = {
-    "a pipe": instead("result.json", os.mkfifo),
-    "a pipe as config": both(
-        lambda f: (f / "result.json").unlink(), instead("config.yaml", os.mkfifo)
-    ),
-    "a device": instead("result.json", device),
-    "a list of a device": sealed_with(files={"/dev/zero": EMPTY}),
-    "weights on a device": both(
-        instead("model.safetensors", device), sealed_with(files={"model.safetensors": EMPTY})
-    ),
-    "nested a little": text(deep(100)),
-    "nested": text(deep(100_000)),
+def weights_of_a_device(folder: Path) -> None:
+    replaced(folder, "model.safetensors", device)
+    resealed(folder, files={"model.safetensors": {"bytes": 0, "sha256": ""}})
+
+
+def pipe_as_config(folder: Path) -> None:
+    (folder / "result.json").unlink()
+    replaced(folder, "config.yaml", os.mkfifo)
+
+
+def alias_of_itself(folder: Path) -> None:
+    (folder / "result.json").unlink()
+    (folder / "config.yaml").write_text("sparsity: &a {n: *a}")
+
+
+# what somebody else may have put there, where no reader waits, or stumbles: a text for the result,
+# values in it, and others
+Odd = str | dict[str, Any] | Callable[[Path], None]
+ODD: dict[str, Odd] = {
+    "a list": "[]",
+    "a number": "1" * 10_000,
+    "no status": "{}",
+    "nested a little": deep(100),
+    "nested": deep(100_000),
+    "a list of a device": {"files": {"/dev/zero": {"bytes": 0, "sha256": ""}}},
+    "a list for a status": {"status": ["finished"]},
+    "a list for the command": {"environment": {"command": []}},
+    "a text for a metric": {"metrics": {"final": {"a": "x"}, "best": {}}},
+    "no metrics": {"metrics": {}},
+    "a place with a zero": {"config": RESULT["config"] | {"output_dir": "a\0b"}},
+    "a dictionary for a seed": {"config": RESULT["config"] | {"seed": {}}},
+    "a list for a name": {"config": RESULT["config"] | {"model": {"name": []}}},
+    "half a character": {"status": "failed", "error": "\ud800"},
+    "a pipe": lambda folder: replaced(folder, "result.json", os.mkfifo),
+    "a pipe as config": pipe_as_config,
+    "a device": lambda folder: replaced(folder, "result.json", device),
+    "weights of a device": weights_of_a_device,
     "aliases": laughs,
-    "an alias of itself": both(
-        lambda f: (f / "result.json").unlink(),
-        lambda f: (f / "config.yaml").write_text("sparsity: &a {n: *a}"),
-    ),
-    "a list": text("[]"),
-    "a number": text("1" * 10_000),
-    "no status": text("{}"),
-    "a list for a status": sealed_with(status=["finished"]),
-    "a list for the command": sealed_with(environment={"command": []}),
-    "a text for a metric": sealed_with(metrics={"final": {"a": "x"}, "best": {}}),
-    "no metrics": sealed_with(metrics={}),
-    "a place with a zero": config_with(output_dir="a\0b"),
-    "a dictionary for a seed": config_with(seed={}),
-    "a list for a name": config_with(model={"name": []}),
-    "half a character": sealed_with(status="failed", error="\ud800"),
+    "an alias of itself": alias_of_itself,
 }
+
+
+def put(odd: Odd, folder: Path) -> None:
+    if isinstance(odd, str):
+        (folder / "result.json").write_text(odd)
+    elif isinstance(odd, dict):
+        resealed(folder, **odd)
+    else:
+        odd(folder)
 
 
 LOOKS, WORKS = (
@@ -242,7 +239,7 @@ def test_odd_files(kind, verbs, folder, tmp_path, capsys, monkeypatch):
     from verbs import verb
 
     monkeypatch.setattr(documents, "MOST_VALUES", 10_000)  # a copy of a million takes seconds
-    ODD[kind](folder)
+    put(ODD[kind], folder)
     place = tmp_path / "out" / "digits" / "mlp" / "ste" / "2of4" / folder.name
     place.parent.mkdir(parents=True)
     folder.rename(place)

@@ -280,33 +280,26 @@ def test_cut_off_anywhere_it_ends_with_the_same(whole, monkeypatch):
     pd.testing.assert_frame_equal(table("cut/.tune/try/runs.csv"), runs)
 
 
-def test_a_cell_that_another_process_has_is_left_to_it(capsys):
-    cells = cells_here()
-    cells[1].folder.mkdir(parents=True)
-    with locks.hold(cells[1].folder):
-        assert tune() == 0
-    output = capsys.readouterr().out
-    assert f"at work in other processes: {cells[1].name}; the same command goes on" in output
-    assert trials().keys() == {cells[0].folder.name, cells[2].folder.name}
-
-
-def test_a_cell_that_another_process_leaves_is_taken_in_the_end(capsys, monkeypatch):
-    cells = cells_here()
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_cell_that_another_process_has(leaves, capsys, monkeypatch):
+    """It is left to it; and taken in the end, where the other leaves it."""
+    cells, run = cells_here(), comparison.run
     cells[1].folder.mkdir(parents=True)
     with contextlib.ExitStack() as other:
         other.enter_context(locks.hold(cells[1].folder))
-        run = comparison.run
 
         def leaving(cell, *rest):
             done = run(cell, *rest)
-            if cell.name == cells[2].name:
+            if leaves and cell.name == cells[2].name:
                 other.close()
             return done
 
         monkeypatch.setattr(comparison, "run", leaving)
         assert tune() == 0
-    assert "at work in other processes" not in capsys.readouterr().out
-    assert trials().keys() == {cell.folder.name for cell in cells}
+    said = f"at work in other processes: {cells[1].name}; the same command goes on"
+    assert (said in capsys.readouterr().out) != leaves
+    assert (cells[1].folder.name in trials()) == leaves
+    assert {cells[0].folder.name, cells[2].folder.name} <= trials().keys()
 
 
 def test_the_run_of_a_seed_that_another_process_has_is_left_to_it(dense, capsys):
