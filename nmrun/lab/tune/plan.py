@@ -1,5 +1,4 @@
-"""``nmrun tune NAME [--trials N] [--over KEY=RANGE] [overrides]``, a comparison of tuned recipes: the verb,
-and its plan, which is the cells, what each searches, and the number of runs.
+"""The plan of a comparison of tuned recipes: its cells, what each searches, and the number of runs.
 
 A cell is what a table shows: one recipe at one ratio, and one value of every other key that is
 swept. Searched are the learning rate, and what the recipe's class declares beside a hyperparameter's
@@ -10,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shlex
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +17,6 @@ from typing import Any
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override
 
 from nmrun.errors import ConfigError, raise_all, refused
-from nmrun.lab.arguments import Parser, files_of_the_command, in_range
 from nmrun.lab.compare.notation import label
 from nmrun.lab.config import command_line
 from nmrun.lab.config.composition import Cache, config_of
@@ -30,11 +26,10 @@ from nmrun.lab.keys.config import Config, flatten
 from nmrun.lab.keys.fields import Field
 from nmrun.lab.keys.recipe_facts import recipe_facts
 from nmrun.lab.output import quantity
-from nmrun.lab.tune.study import AGAIN, FINALISTS, SEED, import_optuna
-from nmrun.ranges import Search, among, between, log, whole
+from nmrun.lab.tune.study import AGAIN, FINALISTS, SEED
+from nmrun.ranges import Search, among, between, log
 from nmrun.recipes import RECIPES
 
-FOLDER = ".tune"  # in the output folder; the runs of the trials are below it
 RATE = "optimizer.lr"
 AROUND = 5.0  # the learning rate is searched from a fifth of the config's to five times it
 EDGE = 0.05  # a value this near to an end of a range, as a share of it, lies at that end
@@ -233,89 +228,3 @@ def at_edge(value: Any, search: Search) -> str:
     low, high, point = (math.log(x) if search.log else x for x in (search.low, search.high, value))
     place = (point - low) / (high - low)
     return "lower" if place < EDGE else "upper" if place > 1 - EDGE else ""
-
-
-# --- nmrun tune -----------------------------------------------------------------------------------
-
-
-def main(argv: Sequence[str]) -> int:
-    """Tune every cell of a sweep by the same number of trials, then run its seeds, and print the
-    table.
-
-    Given again, it goes on; given in several processes at once, each takes cells that nobody is at
-    work on. With ``dry=true`` it prints what it would do, and writes nothing. Returns 1 where all
-    trials of a cell failed, or a run of a seed.
-    """
-    parser = Parser(
-        prog="nmrun tune",
-        description="Tune every recipe of a sweep with the same number of trials, by the validation split. Then run the seeds with the "
-        "best settings, and print the table. Trials vary the learning rate and the recipe's own hyperparameters.",
-    )
-    parser.add_argument("name", help="of the comparison; its folder is OUTPUT_DIR/.tune/NAME")
-    parser.add_argument(
-        "words", nargs="+", metavar="SWEEP", help="a sweep, as after nmrun -m, with its seeds"
-    )
-    parser.add_argument(
-        "--trials",
-        type=in_range(int, whole(1)),
-        default=8,
-        help="of each recipe at each ratio (default 8)",
-    )
-    parser.add_argument(
-        "--over",
-        action="append",
-        default=[],
-        metavar="KEY=RANGE",
-        help="look for KEY in another range than the recipe's own, as in 'optimizer.lr=tag(log,interval(1e-4,1e-2))' or "
-        "recipe.switch=auto,0.2,0.5; recipes without the key are left as they are",
-    )
-    parser.add_argument("--config-dir", help="a folder of more configs")
-    options = parser.parse_intermixed_args(argv)
-    if "=" in options.name or "/" in options.name or options.name.startswith("."):
-        raise ConfigError(f"{options.name}: the first word is a name for the comparison")
-    from nmrun.lab.sweeps import jobs
-
-    space = read_space(options.over)
-    words = command_line.options(list(options.words)).overrides
-    asked = jobs.checked(words, multirun=True, config_dir=options.config_dir)
-    if taken := {SEED, *AGAIN} & {job.config.seed for job in asked.jobs}:
-        raise ConfigError(f"seed={min(taken)}: the seeds {SEED} to {AGAIN[-1]} are those of tuning")
-    if asked.launcher != "basic":
-        raise ConfigError(
-            f"launcher={asked.launcher}: nmrun tune launches nothing; give the same command in "
-            "several processes, of which each takes cells that no other is at"
-        )
-    folder = Path(asked.output_dir, FOLDER, options.name).absolute()
-    every = cells(folder, asked.jobs, space, options.config_dir)
-    if asked.dry:
-        print("\n".join([*summary(every, options.trials), f"  {folder}"]))
-        return 0
-    import_optuna()  # before anything is written
-    from nmrun.lab.tune import comparison  # torch
-
-    with files_of_the_command():
-        for cell in every:
-            comparison.check(cell)
-    seeds = max(len(cell.seeds) for cell in every)
-    counts = {"cell": len(every), "trial": options.trials, "seed": seeds}
-    of_cells, *of_each = (quantity(count, noun) for noun, count in counts.items())
-    print(f"{of_cells}, {' and '.join(of_each)} each; {folder}", flush=True)
-    elsewhere, before = every, None
-    try:
-        while elsewhere and elsewhere != before:  # those that others have left by now, again
-            before = elsewhere
-            elsewhere = [cell for cell in before if not comparison.run(cell, options.trials)]
-    except (KeyboardInterrupt, SystemExit):  # after a signal, once the run's checkpoint is saved
-        print("interrupted; the same command goes on", flush=True)
-        raise
-    found = comparison.outcome_of(every, options.trials)
-    with files_of_the_command():
-        comparison.write_outcome(folder, found)
-    if elsewhere:
-        names = ", ".join(cell.name for cell in elsewhere)
-        print(f"at work in other processes: {names}; the same command goes on")
-        return 0
-    sys.stdout.write(comparison.outcome_text(found))
-    command = shlex.join(["nmrun", "table", str(folder / comparison.RUNS_CSV)])
-    print(f"  {command}")
-    return 1 if found.failed else 0

@@ -113,6 +113,12 @@ def test_a_head_of_anybodys(key, value, tmp_path):
     assert sweep.summary(tmp_path) == ("sweep of 0: nothing done", 0)
 
 
+def test_times_in_words():
+    times = {0.4: "0 s", 59.4: "59 s", 59.6: "1 min", 720: "12 min"}
+    times |= {3570: "1 h 0 min", 12_000: "3 h 20 min"}
+    assert {seconds: output.span(seconds) for seconds in times} == times
+
+
 @pytest.mark.slow
 def test_a_zipped_sweep_does_only_what_is_missing_and_tells_the_time(nmrun_cli, tmp_path):
     assert nmrun_cli("recipe=ste", "debug=fast", "sparsity=2:4", "seed=0").returncode == 0

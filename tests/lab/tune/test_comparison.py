@@ -29,8 +29,7 @@ from nmrun.lab.keys.config import flatten
 from nmrun.lab.runs import locks
 from nmrun.lab.sweeps import jobs
 from nmrun.lab.train import results
-from nmrun.lab.tune import comparison, plan
-from nmrun.lab.tune.plan import main
+from nmrun.lab.tune import comparison, main, plan
 from nmrun.lab.tune.study import Study, Trial, ended
 from nmrun.ranges import among
 
