@@ -128,7 +128,7 @@ def sweep_lines(folder: Path, running: bool) -> list[str]:
     counts, ended = record.counts(), len(record.ends) == record.jobs
     state = "running" if running else "ended" if ended else "cut off"
     ends = ", ".join(f"{number} {status}" for status, number in counts.items())
-    done = f"{record.done()} ({ends})" if ends else record.done()
+    done = f"{len(record.ends)} of {record.jobs or '?'} jobs done" + (f" ({ends})" if ends else "")
     line = "; ".join(filter(None, [f"sweep {folder.name}, {state}: {done}", record.times(running)]))
     whole = ended and not set(counts) - {"finished", "skipped", "planned"}
     if running or whole or not record.command:

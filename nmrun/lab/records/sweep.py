@@ -170,9 +170,6 @@ class Record:
         counts = Counter(line["status"] for line in self.ends)
         return {status: counts[status] for status in STATUSES if counts[status]}
 
-    def done(self) -> str:
-        return f"{len(self.ends)} of {self.jobs or '?'} jobs done"
-
     def times(self, running: bool) -> str:
         """``25 s so far, 50 s left``; once the sweep has ended, the time that it took."""
         passed, left = self.elapsed(running), self.seconds_left() if running else None

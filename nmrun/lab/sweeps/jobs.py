@@ -70,12 +70,14 @@ def main(argv: list[str]) -> int:
         status = 0
         try:
             if asked.launcher == "basic" or asked.dry:
-                _run_one_by_one(folder, asked.jobs, options.config_dir)
+                for outcome in run_jobs(folder, asked.jobs, options.config_dir):
+                    if outcome["status"] == "interrupted":  # it ends the sweep, on every rank
+                        raise SystemExit(_exit_status(outcome))
             else:
                 _launch(folder, asked, flags)
         except KeyboardInterrupt:
             status = 128 + signal.SIGINT
-        except SystemExit as stop:  # an interrupted job ends the sweep
+        except SystemExit as stop:
             status = int(stop.code or 0)
         if not leads():
             return status
@@ -103,16 +105,9 @@ def checked(overrides: list[str], multirun: bool, config_dir: str | None = None)
     return asked
 
 
-def _run_one_by_one(folder: Path, jobs: Sequence[Job], config_dir: str | None) -> None:
-    """Run the jobs of sweeps in this process. SystemExit after an interrupt, on every rank."""
-    for outcome in run_jobs(folder, jobs, config_dir):
-        if outcome["status"] == "interrupted":
-            raise SystemExit(_exit_status(outcome))
-
-
 def _launch(folder: Path, asked: Command, flags: list[str]) -> None:
-    """Likewise, side by side by a launcher of Hydra's, with a line for each job that ends. Jobs for
-    which nothing is to be done never come to it."""
+    """Run the jobs side by side by a launcher of Hydra's, with a line for each that ends. Jobs for
+    which nothing is to be done never come to it. SystemExit or KeyboardInterrupt after a signal."""
     queued = sweep.in_queue(asked.output_dir) if asked.queues else {}
     jobs = [(job, _done(job.config, queued)) for job in asked.jobs]
     missing = [job for job, outcome in jobs if outcome is None]
