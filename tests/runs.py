@@ -30,36 +30,21 @@ from nmrun.lab.train.steps import TrainingSteps
 
 RECIPES = tuple(recipes.RECIPES)
 # of each kind one: a rule, a held mask, phases, a soft threshold, scores, adapters, other products
-KINDS = (
-    "dense",
-    "asp",
-    "sr_ste",
-    "step",
-    "s_ste",
-    "mdgf_linear",
-    "lbc",
-    "maskllm",
-    "sqft",
-    "slope",
-    "bi_mask",
+KINDS = tuple(
+    "dense asp sr_ste step s_ste mdgf_linear lbc maskllm sqft slope bi_mask".split()  # noqa: SIM905
 )
 COMPOSED: Cache = {}  # shared by all tests of a process
 # what 12 steps and 8 channels ask for
-FITTING = {
-    "sdgf_geometric": ("recipe.frames=2",),
-    "t_sr_ste": ("recipe.interval=5",),
-}
+FITTING = {"sdgf_geometric": "recipe.frames=2", "t_sr_ste": "recipe.interval=5"}
 TINY = (
-    "recipe=step",
-    "sparsity='2:4'",
-    "model.channels=[8,8,8]",
-    "trainer.batch_size=32",
-    "trainer.limit_batches=3",
-    "trainer.epochs=4",
-    "trainer.threads=1",
-    "trainer.device=cpu",
-    "trainer.log_every=2",
-    "track=local",
+    *("recipe=step", "sparsity='2:4'", "model.channels=[8,8,8]", "track=local"),
+    *(
+        "trainer.batch_size=32",
+        "trainer.limit_batches=3",
+        "trainer.epochs=4",
+        "trainer.log_every=2",
+    ),
+    *("trainer.threads=1", "trainer.device=cpu"),
 )
 
 
@@ -67,9 +52,7 @@ def config(output_dir: Path | str, *overrides: str) -> schema.Config:
     """The checked config of a run of 12 steps in 4 epochs, with these overrides."""
     network = any(word.startswith("model=") for word in overrides)
     tiny = [word for word in TINY if not (network and word.startswith("model.channels"))]
-    fitting = [
-        word for name, words in FITTING.items() if f"recipe={name}" in overrides for word in words
-    ]
+    fitting = [word for name, word in FITTING.items() if f"recipe={name}" in overrides]
     composition.register()
     with composing():
         words = [*tiny, f"output_dir={output_dir}", *fitting, *overrides]
@@ -110,15 +93,9 @@ def write_result(folder: Path, result: dict[str, Any]) -> None:
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the clock."""
+    clock = {"steps_per_second", "items_per_second", "time"}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {
-            key: value
-            for key, value in line.items()
-            if key not in ("steps_per_second", "items_per_second", "time")
-        }
-        for line in lines
-    ]
+    return [{key: line[key] for key in line if key not in clock} for line in lines]
 
 
 @contextmanager

@@ -30,7 +30,7 @@ VERBS = {
     "predict": "nmrun.lab.export.cli.predict",
     "bench": "nmrun.lab.bench.main",
     "prune": "nmrun.lab.pruning.main",
-    "tune": "nmrun.lab.tune.cli.main",
+    "tune": "nmrun.lab.tune.main",
     "status": "nmrun.lab.records.status.main",
     "compare": "nmrun.lab.records.settings.main",
     "rerun": "nmrun.lab.api.rerun.main",

@@ -129,15 +129,6 @@ def test_pruned_weights_stay_where_they_are_between_refreshes():
         assert moved[largest(before, 2, 4)].float().mean() > 0.5
 
 
-def test_a_dense_agent_is_plain_td3():
-    _, learners = rnm_td3.train(None, 60, seed=0, interval=INTERVAL)
-    for learner in learners:
-        assert learner.handle is None
-        assert all(
-            (layer.weight != 0).all() for layer in learner.model if isinstance(layer, nn.Linear)
-        )
-
-
 @pytest.mark.slow
 def test_what_is_printed_and_that_a_seed_decides_it(monkeypatch, capsys):
     monkeypatch.setattr(rnm_td3, "WARM_UP", 220)
@@ -177,6 +168,8 @@ def test_a_value_stops_where_an_episode_terminates(monkeypatch, ends):
     monkeypatch.setattr(rnm_td3, "environment", lambda task: (OneState(ends), 1.0))
     monkeypatch.setattr(rnm_td3, "TAU", 1.0)
     _, (_, critic, _) = rnm_td3.train(None, 240, seed=0, interval=INTERVAL)
+    assert critic.handle is None
+    assert all((weight != 0).all() for weight in critic.model.parameters() if weight.ndim == 2)
     values = critic.model(torch.cat([torch.zeros(9, 4), torch.linspace(-1, 1, 9)[:, None]], 1))
     assert bool((values > 3).all()) != ends
     if ends:
@@ -198,22 +191,20 @@ def test_runs_become_a_table(tmp_path, monkeypatch, capsys):
     output = capsys.readouterr().out
     assert "ste_periodic" in output
     assert "2:4" in output
-    assert "Pendulum-v1" in output or "return" in output
-    assert "(2)" in output or "n = 2" in output or "n=2" in output
 
 
 @pytest.mark.parametrize(
-    ("task", "says"), [("Nothing-v0", "Nothing"), ("CartPole-v1", "vectors of numbers")]
+    ("words", "says"),
+    [
+        (["--task", "Nothing-v0"], "--task Nothing-v0: .*Nothing"),
+        (["--task", "CartPole-v1"], "--task CartPole-v1: .*vectors of numbers"),
+        (["--pattern", "5:4"], "5:4"),
+        (["--pattern", "3:3"], "3:3"),
+    ],
 )
-def test_a_task_that_is_none_costs_one_line(task, says):
-    with one_line(SystemExit, f"--task {task}: .*{says}"):
-        rnm_td3.train("2:4", 10, 0, 5, task)
-
-
-@pytest.mark.parametrize("pattern", ["5:4", "3:3"])
-def test_a_pattern_that_is_none_costs_one_line(pattern, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["rnm_td3", "--pattern", pattern])
-    with one_line(SystemExit, pattern):
+def test_what_there_is_not_costs_one_line(words, says, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["rnm_td3", "--steps", "10", *words])
+    with one_line(SystemExit, says):
         rnm_td3.main()
 
 

@@ -1,6 +1,4 @@
-"""The examples of training stacks: each runs, learns, and leaves N:M weights; three lines or fewer
-of it concern nmrun.
-"""
+"""The examples of training stacks: each runs, learns, and leaves N:M weights."""
 
 from __future__ import annotations
 
@@ -19,7 +17,6 @@ from training import bits
 from examples import nanogpt
 
 ROOT = Path(__file__).parent.parent.parent
-OURS = re.compile(r"\bnm_?run|\bnmrun|NM(?:Trainer)?Callback|\bhandle\b|\bsparse\b|--nm-|nm_adam")
 SCRIPTS = [
     pytest.param("plain_loop", marks=pytest.mark.slow),
     pytest.param("huggingface_trainer", marks=pytest.mark.minutes),
@@ -36,20 +33,6 @@ NEEDS = {
     "trl_sft": "trl",
 }
 BY_HUGGING_FACE = {"huggingface_trainer": 8, "trl_sft": 14}  # and how many matrices are 2:4  # fmt: skip
-
-
-def code_of(path: Path) -> list[str]:
-    """The lines of a script without its docstring and comments."""
-    text = re.sub(r'\A""".*?"""', "", path.read_text(), flags=re.S)
-    return [line for line in text.splitlines() if line and not line.lstrip().startswith("#")]
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").iterdir()), ids=lambda path: path.name)
-def test_three_lines_concern_nmrun(path):
-    if path.suffix not in (".py", ".sh") or path.name == "rnm_td3.py":
-        pytest.skip("no example of a stack")
-    ours = [line for line in code_of(path) if OURS.search(line)]
-    assert 1 <= len(ours) <= 3, ours
 
 
 def groups_hold(weights: dict[str, Tensor]) -> int:

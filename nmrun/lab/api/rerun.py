@@ -46,8 +46,7 @@ def main(argv: Sequence[str]) -> int:
     if re.search(r"\.csv(:|$)", options.run):
         place, words = "", _of_line(options.run, changed)
     else:
-        options.run = settings.only_run(Path(options.run))
-        place, words = _of_folder(options.run)
+        place, words = _of_folder(Path(options.run))
     original = [word for word in words if command_line.key(word) not in changed]
     words = [*original, *options.changes]
     print(status.typed((place, shlex.join(["nmrun", *words]))), flush=True)
@@ -78,7 +77,7 @@ def _of_folder(folder: Path) -> tuple[str, list[str]]:
     run = RunFolder(folder)
     if run.problem:
         raise RunError(f"{run.path / RESULT}: {run.problem}")
-    settings.read(folder)
+    settings.of(run)
     if run.is_finished:
         run.checked(CONFIG)  # the command stands above it
     place, command = status.command(run) or ("", "")

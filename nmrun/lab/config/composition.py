@@ -39,7 +39,7 @@ from nmrun.registry import find
 RATIO = "sparsity"
 KEYS = "keys"  # the config of the keys that are in no group
 
-# Hydra instantiates only sweepers of the package hydra_plugins; see nmrun.lab.sweeps.sweeper
+# Hydra instantiates only sweepers of the package hydra_plugins; see nmrun.lab.sweeps.jobs
 SWEEPER: dict[str, Any] = {
     "_target_": "hydra_plugins.nmrun.NMSweeper",
     "max_batch_size": None,

@@ -64,14 +64,12 @@ class Job(NamedTuple):
 class Command:
     """What a command line asks for: the overrides of each sweep, its jobs, each once, and the
     launcher that runs them, with what is ``known`` of it; ``basic`` is this process itself.
-    ``hydras``: whether Hydra launches them, since something is said to it.
     """
 
     sweeps: list[list[str]]
     jobs: list[Job]
     launcher: str
     known: Launcher
-    hydras: bool
 
     @property
     def output_dir(self) -> str:
@@ -133,7 +131,7 @@ def read(
         raise ConfigError(
             "the sweeps of an experiment differ in words for Hydra: they have one launcher"
         )
-    return Command(list(sweeps), list(jobs.values()), launcher, known, hydras)
+    return Command(list(sweeps), list(jobs.values()), launcher, known)
 
 
 class _Sweep:
@@ -320,8 +318,8 @@ def _wrong_option(group: str, option: str, options: list[str]) -> str | None:
 
 
 def by_hydra(sweeps: Sequence[Sequence[str]], config_dir: str | None) -> bool:
-    """Whether Hydra launches the jobs: overrides say something to it, or a file of a folder of configs
-    speaks of it, by any word. It launches the same jobs, only slower."""
+    """Whether overrides say something to Hydra, or a file of a folder of configs speaks of it, by any
+    word: of its launcher, or of more values to sweep."""
     if any(map(command_line.is_hydras, itertools.chain(*sweeps))):
         return True
     if config_dir is None:

@@ -4,7 +4,7 @@ settings in which runs differ and their metrics, side by side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +13,18 @@ from nmrun.lab.arguments import Parser
 from nmrun.lab.config.identity import OF_COMMAND
 from nmrun.lab.keys.config import flatten
 from nmrun.lab.output import aligned
-from nmrun.lab.runs.run_folder import CONFIG, RESULT, RunFolder, metrics_of, walk
+from nmrun.lab.runs.run_folder import RESULT, RunFolder, metrics_of
 from nmrun.patterns import RATIO_KEYS, written
 from nmrun.ranges import value_text
 
 
-def read(folder: Path) -> dict[str, str]:
+def of(run: RunFolder) -> dict[str, str]:
     """The settings of a run by key: groups by their name (``recipe``), ``sparsity`` as ``2:4`` or
     ``dense``, all else by its dotted key. ConfigError where the folder is no run's."""
-    return of(RunFolder(folder))
-
-
-def of(run: RunFolder) -> dict[str, str]:
-    """Likewise, for an open folder."""
-    config, folder = run.config, run.path
-    if not config or "sparsity" not in config:
-        there = "it is a file; name a run folder" if folder.exists() else "there is no such folder"
-        raise ConfigError(f"{folder}: {'no run is in it' if folder.is_dir() else there}")
+    config = run.config
+    if "sparsity" not in config:
+        there = "no run is in it" if run.path.exists() else "there is no such folder"
+        raise ConfigError(f"{run.path}: {there}")
     named = {key: value.get("name") for key, value in config.items() if isinstance(value, dict)}
     flat = {
         **{key: name for key, name in named.items() if name is not None},
@@ -37,20 +32,6 @@ def of(run: RunFolder) -> dict[str, str]:
         **{key: value for key, value in flatten(config).items() if key[-5:] != ".name"},
     }
     return {key: value_text(value) for key, value in flat.items() if key not in RATIO_KEYS}
-
-
-def only_run(path: Path) -> Path:
-    """The run's folder at a path, or the only one below it. ConfigError where there are several."""
-    if not path.is_dir() or RunFolder(path).config:
-        return path
-    below = [
-        Path(place)
-        for place, _, files in walk(path, lambda _: None)
-        if CONFIG in files and "sparsity" in RunFolder(place).config
-    ]
-    if len(below) > 1:
-        raise ConfigError(f"{path}: name one of the runs below it; nmrun status {path} lists them")
-    return below[0] if below else path
 
 
 # --- nmrun compare --------------------------------------------------------------------------------
@@ -61,50 +42,41 @@ def main(argv: Sequence[str]) -> int:
         prog="nmrun compare",
         description="The settings in which runs differ and their metrics, side by side.",
     )
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="run folders, two or more"
-    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("others", nargs="+", type=Path, metavar="RUN", help="more of them")
     parser.add_argument("--all", action="store_true", help="settings that are the same as well")
     options = parser.parse_intermixed_args(argv)
-    if len(options.runs) < 2:
-        raise ConfigError("the following arguments are required: a second RUN")
-    print("\n".join(lines([only_run(run) for run in options.runs], options.all)))
+    runs = [RunFolder(path) for path in (options.run, *options.others)]
+    if wrong := [f"{run.path / RESULT}: {run.problem}" for run in runs if run.problem]:
+        raise RunError("; ".join(wrong))
+    print("\n".join(lines(runs, options.all)))
     return 0
 
 
-def lines(folders: Sequence[Path], every: bool = False) -> list[str]:
+def lines(runs: Sequence[RunFolder], every: bool) -> list[str]:
     """A line for each folder, setting and metric; with two runs, metrics have their difference
     beside them."""
-    runs = [RunFolder(folder) for folder in folders]
-    if wrong := [f"{run.path / RESULT}: {run.problem}" for run in runs if run.problem]:
-        raise RunError("; ".join(wrong))
-    configs = [read(folder) for folder in folders]
-    keys = dict.fromkeys(key for config in configs for key in config)
-    rows = [["", *(f"[{number}]" for number in range(1, len(folders) + 1))]]
-    for key in keys:
-        values = [config.get(key, "-") for config in configs]
-        if key not in OF_COMMAND and (every or len(set(values)) > 1):
-            rows.append([key, *values])
-    if len(rows) == 1:
-        rows.append(["the same settings", *["" for _ in folders]])
-    results = [run.result for run in runs]
-    rows.append(["status", *(str(result.get("status", "no result")) for result in results)])
-    rows += _metrics([_numbers(result) for result in results])
-    names = [f"[{number}] {folder}" for number, folder in enumerate(folders, 1)]
-    return [*names, "", *aligned(rows)]
+    differing = [
+        [key, *("-" if value is None else value for value in values)]
+        for key, values in _side_by_side(map(of, runs))
+        if key not in OF_COMMAND and (every or len(set(values)) > 1)
+    ]
+    same = ["the same settings", *["" for _ in runs]]
+    status = ["status", *(run.result.get("status", "no result") for run in runs)]
+    results = [{**metrics_of(run.result), "seconds": run.result.get("seconds")} for run in runs]
+    metrics = []
+    for key, values in _side_by_side(results):
+        numbers = [value for value in values if isinstance(value, int | float)]
+        texts = [f"{value:.6g}" if value in numbers else "-" for value in values]
+        both = [f"{numbers[1] - numbers[0]:+.4g}"] if len(numbers) == len(values) == 2 else []
+        metrics += [[key, *texts, *both]] if numbers else []
+    heads = [f"[{number}]" for number in range(1, len(runs) + 1)]
+    names = [f"{head} {run.path}" for head, run in zip(heads, runs, strict=True)]
+    return [*names, "", *aligned([["", *heads], *(differing or [same]), status, *metrics])]
 
 
-def _metrics(runs: Sequence[dict[str, float]]) -> list[list[str]]:
-    rows = []
-    for key in dict.fromkeys(key for run in runs for key in run):
-        values = [run.get(key) for run in runs]
-        row = [key, *("-" if value is None else f"{value:.6g}" for value in values)]
-        if len(values) == 2 and None not in values:
-            row.append(f"{values[1] - values[0]:+.4g}")  # type: ignore[operator]
-        rows.append(row)
-    return rows
-
-
-def _numbers(result: dict[str, Any]) -> dict[str, float]:
-    every = {**metrics_of(result), "seconds": result.get("seconds")}
-    return {key: value for key, value in every.items() if isinstance(value, int | float)}
+def _side_by_side(columns: Iterable[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
+    """The keys of any column, each with its values; None where there is none."""
+    every = list(columns)
+    keys = dict.fromkeys(key for column in every for key in column)
+    return [(key, [column.get(key) for column in every]) for key in keys]

@@ -8,7 +8,7 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,31 +62,24 @@ def sweeps(path: Path) -> list[tuple[Path, bool]]:
 
 
 def _folders(path: Path, folders: RunFolders) -> Iterator[RunFolder]:
-    for place, below, files in run_folder.walk(path, _tell_left_out):
+    for place, below, files in run_folder.walk(path, lambda line: tell([f"left out: {line}"])):
         folder = Path(place)
         named = run_folder.NAME.fullmatch(folder.absolute().name) is not None
+        # other programs call their files config.yaml too
+        ours = FILES & {*files} and (
+            named or {"seed", "output_dir"} <= folders[place].config.keys()
+        )
         # one that is just beginning has no file yet
-        if (FILES & set(files) and (named or _has_config(folders[place]))) or (
-            not below and locks.is_locked(folder)
-        ):
+        if ours or (not below and locks.is_locked(folder)):
             yield folders[place]
         below[:] = [name for name in below if not named and name != ".sweeps"]
-
-
-def _has_config(run: RunFolder) -> bool:
-    """Whether the config in a folder is a run's; other programs call their files config.yaml too."""
-    return {"seed", "output_dir"} <= run.config.keys()
-
-
-def _tell_left_out(line: str) -> None:
-    tell([f"left out: {line}"])
 
 
 def _run(run: RunFolder) -> RunState:
     state = run.result.get("status", "damaged" if run.problem else "killed")
     if locks.is_locked(run.path):
-        state = "running"
-    if state in ("finished", "running"):
+        return RunState(run, "running")
+    if state == "finished":
         return RunState(run, state)
     error = f"{RESULT}: {run.problem}" if run.problem else run.result.get("error")
     return RunState(run, state, error, typed(command(run)))
@@ -135,15 +128,13 @@ def sweep_lines(folder: Path, running: bool) -> list[str]:
     counts, ended = record.counts(), len(record.ends) == record.jobs
     state = "running" if running else "ended" if ended else "cut off"
     ends = ", ".join(f"{number} {status}" for status, number in counts.items())
-    done = f"{record.done()} ({ends})" if ends else record.done()
+    done = f"{len(record.ends)} of {record.jobs or '?'} jobs done" + (f" ({ends})" if ends else "")
     line = "; ".join(filter(None, [f"sweep {folder.name}, {state}: {done}", record.times(running)]))
     whole = ended and not set(counts) - {"finished", "skipped", "planned"}
     if running or whole or not record.command:
         return [line, *sweep.queue_lines(record)]
-    return [
-        line,
-        f"  {typed(_local_command(record.command, record.output_dir, folder.resolve().parents[1]))}",
-    ]
+    there = _local_command(record.command, record.output_dir, folder.resolve().parents[1])
+    return [line, f"  {typed(there)}"]
 
 
 def _tables(states: list[RunState], keys: Sequence[str]) -> list[str]:
@@ -155,15 +146,29 @@ def _tables(states: list[RunState], keys: Sequence[str]) -> list[str]:
             raise ConfigError(f"--columns {key}: {no_such('key', key, known)}")
     tables: dict[str, list[dict[str, str]]] = {}
     for run, named in settings_of.items():
-        tables.setdefault(_above(run, named), []).append(_row(run, named, keys))
+        parts = Path(run.folder).parts
+        place = Path(*parts[:-1])
+        if len(parts) > 3 and parts[-3] == named.get("recipe"):
+            place = Path(*parts[:-3], "*", "*")  # a shell finds the recipe and the ratio
+        progress = {"epoch": "", "step": "", **_progress(run)}
+        tables.setdefault(str(place), []).append(
+            {
+                "state": run.state,
+                "recipe": named.get("recipe", ""),
+                "ratio": named.get("sparsity", ""),
+                "seed": named.get("seed", ""),
+                **progress,
+                **{key: named.get(key, "") for key in keys},
+                "age": _age(run.run.path),
+                "folder": run.run.path.absolute().name,
+            }
+        )
     lines = []
-    for place, rows in tables.items():
-        heads = [
-            key for key in dict.fromkeys(key for row in rows for key in row) if key not in LAST
-        ]
-        heads = [key for key in (*heads, *LAST) if any(row.get(key) for row in rows)]
+    for above, rows in tables.items():
+        columns = dict.fromkeys(key for row in rows for key in row if key not in LAST)
+        heads = [key for key in (*columns, *LAST) if any(row.get(key) for row in rows)]
         cells = [heads, *([row.get(key, "") for key in heads] for row in rows)]
-        lines += [place, *(f"  {line}" for line in aligned(cells))]
+        lines += [above, *(f"  {line}" for line in aligned(cells))]
     return lines
 
 
@@ -172,24 +177,6 @@ def _settings(run: RunState) -> dict[str, str]:
     with contextlib.suppress(ConfigError):  # of a folder without a config
         return {key: value for key, value in settings.of(run.run).items() if is_in_id(key)}
     return {}
-
-
-def _above(run: RunState, named: Mapping[str, str]) -> str:
-    """Where a run's folder is: its data set and model; a shell finds the recipe and the ratio."""
-    parts = Path(run.folder).parts
-    if len(parts) > 3 and parts[-3] == named.get("recipe"):
-        return str(Path(*parts[:-3], "*", "*"))
-    return str(Path(run.folder).parent)
-
-
-def _row(run: RunState, named: Mapping[str, str], keys: Sequence[str]) -> dict[str, str]:
-    """A run's cells by column."""
-    folder = Path(run.folder)
-    row = {"state": run.state, "recipe": named.get("recipe", "")}
-    row |= {"ratio": named.get("sparsity", ""), "seed": named.get("seed", "")}
-    row |= {"epoch": "", "step": ""} | _progress(run)
-    row |= {"age": _age(folder), "folder": folder.absolute().name}
-    return row | {key: named.get(key, "") for key in keys}
 
 
 def _progress(run: RunState) -> dict[str, str]:
@@ -237,31 +224,21 @@ def main(argv: list[str]) -> int:
         help="config keys to show as well, such as optimizer.lr,trainer.epochs",
     )
     options = parser.parse_args(argv)
-    most = None if options.all else MOST_RUNS
     keys = [key for key in options.columns.split(",") if key]
-    path = options.path
-    last, states = sweeps(path), runs(path)
-    if not last and not states:
-        raise ConfigError(f"{path}: no runs in it" if path.is_dir() else f"{path}: no such folder")
-    print(neutral("\n".join(_lines(path, last, states, most, keys))))
+    print(neutral("\n".join(_lines(options.path, None if options.all else MOST_RUNS, keys))))
     return 0
 
 
-def _lines(
-    path: Path,
-    last: list[tuple[Path, bool]],
-    states: list[RunState],
-    most: int | None,
-    keys: Sequence[str],
-) -> list[str]:
+def _lines(path: Path, most: int | None, keys: Sequence[str]) -> list[str]:
     """Sweeps, counts, the runs (those that run first, then the unfinished, then the latest), and
     how to repeat those that did not finish or delete those that failed."""
+    last, states = sweeps(path), runs(path)
+    if not last and not states:
+        raise ConfigError(f"{path}: no runs in it" if path.is_dir() else f"{path}: no such folder")
     lines = [line for folder, running in last for line in sweep_lines(folder, running)]
     count = Counter(run.state for run in states)
     counts = ", ".join(f"{count[state]} {state}" for state in STATES if count[state])
     lines.append(f"runs in {path}: {counts or 'none yet'}")
-    if not states:
-        return lines
     head = sorted(states, key=_rank)[:most]
     lines += _tables(head, keys)
     if more := len(states) - len(head):

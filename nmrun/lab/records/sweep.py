@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import os
 import re
 import shlex
-import shutil
+import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -25,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from nmrun import atomic
 from nmrun.errors import leads, tell
 from nmrun.lab.output import span
-from nmrun.lab.records import queue
 from nmrun.lab.runs import documents, locks
 from nmrun.lab.runs.run_folder import RunFolder, make_folder
 from nmrun.ranges import Check
@@ -46,46 +44,37 @@ END = {
     "status": str, "folder?": str | None, "error?": str | None, "overrides?": [str],
     "seconds?": COUNT, "ended?": COUNT,
 }  # fmt: skip
-# statuses of jobs, from those that went well to those that did not
-STATUSES = (
-    *("finished", "planned", "skipped", "running", "queued"),
-    *("interrupted", "failed", "refused", "killed"),
-)
+# statuses of jobs that went well, with their words in a summary; then of those that did not
+WELL = {
+    **{status: status for status in ("finished", "planned", "skipped")},
+    "running": "running in another process",
+    "queued": "in Slurm already",
+}
+STATUSES = (*WELL, "interrupted", "failed", "refused", "killed")
 UNTRAINED = ("skipped", "planned", "running", "queued", "refused")  # took hardly any time
-
-
-def new_folder(output_dir: str) -> Path:
-    """A new folder, not made yet, for the record of a sweep that begins now."""
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    place = Path(output_dir, ".sweeps").absolute()
-    # os.path says that a name that is too long does not exist; make_folder reports it
-    names = itertools.chain([name], (f"{name}-{again}" for again in itertools.count(2)))
-    return next(folder for each in names if not os.path.exists(folder := place / each))
 
 
 @contextlib.contextmanager
 def recorded(asked: Command, command: str, sweeps: Sequence[list[str]] = ()) -> Iterator[Path]:
-    """The record of a new sweep, which counts as running while the context is entered. The record
-    of a plan (``dry=true``) is removed at the end.
+    """The record of a new sweep, which counts as running while the context is entered; of a plan
+    (``dry=true``), and of ranks that do not lead, one that is removed at the end.
 
     ``command`` is as it was typed; ``sweeps`` are the overrides of each sweep. Raises ConfigError
     where the folder cannot be made.
     """
-    with tempfile.TemporaryDirectory() as nowhere:  # for the ranks that do not lead
-        output_dir = asked.output_dir
-        folder = new_folder(output_dir) if leads() else Path(nowhere)
-        parents = [place for place in folder.parents if not os.path.exists(place)]
-        make_folder(folder, output_dir)
-        try:
-            with locks.hold(folder):  # shows that the sweep is alive
-                begin(folder, len(asked.jobs), command, output_dir, sweeps)
-                yield folder
-        finally:
-            if asked.dry or not (folder / HEAD).exists():  # the disk was full from the beginning
-                shutil.rmtree(folder, ignore_errors=True)
-                for place in parents:
-                    with contextlib.suppress(OSError):  # other processes are at work there
-                        place.rmdir()
+    with tempfile.TemporaryDirectory() as nowhere:
+        folder = Path(nowhere)
+        if leads() and not asked.dry:
+            place = Path(asked.output_dir, ".sweeps").absolute()
+            # os.path says that a name that is too long does not exist; make_folder reports it
+            while os.path.exists(
+                folder := place / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+            ):
+                time.sleep(0.1)  # this process began another one in this second
+            make_folder(folder, asked.output_dir)
+        with locks.hold(folder):  # shows that the sweep is alive
+            begin(folder, len(asked.jobs), command, asked.output_dir, sweeps)
+            yield folder
 
 
 def begin(
@@ -173,7 +162,7 @@ class Record:
     @property
     def queued(self) -> dict[int, dict[str, Any]]:
         """Those of the submitted that are still in the queue, where they wait or run."""
-        there = (queue.ids() if self.submitted else None) or ()
+        there = (queue_ids() if self.submitted else None) or ()
         return {job: line for job, line in self.submitted.items() if line["queue"] in there}
 
     def counts(self) -> dict[str, int]:
@@ -181,26 +170,16 @@ class Record:
         counts = Counter(line["status"] for line in self.ends)
         return {status: counts[status] for status in STATUSES if counts[status]}
 
-    def done(self) -> str:
-        return f"{len(self.ends)} of {self.jobs or '?'} jobs done"
-
     def times(self, running: bool) -> str:
         """``25 s so far, 50 s left``; once the sweep has ended, the time that it took."""
         passed, left = self.elapsed(running), self.seconds_left() if running else None
-        parts = []
-        if passed is not None:
-            parts.append(f"{span(passed)} so far" if running else span(passed))
-        if left is not None:
-            parts.append(f"{span(left)} left")
-        return ", ".join(parts)
+        spans = {" so far" if running else "": passed, " left": left}
+        return ", ".join(f"{span(s)}{what}" for what, s in spans.items() if s is not None)
 
     def elapsed(self, running: bool) -> float | None:
         """Seconds from the beginning to now, or to the last job's end once the sweep has ended."""
-        end = (
-            time.time()
-            if running
-            else max((line.get("ended") or 0.0 for line in self.ends), default=0.0)
-        )
+        ended = max((line.get("ended") or 0.0 for line in self.ends), default=0.0)
+        end = time.time() if running else ended
         return None if self.begun is None else max(end - self.begun, 0.0)
 
     def seconds_left(self) -> float | None:
@@ -227,18 +206,21 @@ def read(folder: Path) -> Record:
     head |= {"command": "", "output_dir": "", "sweeps": []}
     with contextlib.suppress(OSError, ValueError):
         written = documents.read_json(folder / HEAD)
-        head |= {} if documents.misfit(written, BEGUN) else written
-    ends = [
-        {"job": None, "overrides": [], **line} for line in lines if not documents.misfit(line, END)
-    ]
-    runs = {line["job"]: line for line in lines if not documents.misfit(line, BEGINNING)}
-    waits = {line["job"]: line for line in lines if not documents.misfit(line, QUEUED)}
+        if not documents.misfit(written, BEGUN):
+            head |= {key: written[key] for key in head.keys() & written.keys()}
+    no_words: dict[str, Any] = {"job": None, "overrides": []}
+    ends = [{**no_words, **line} for line in lines if not documents.misfit(line, END)]
     ended = {line["job"] for line in ends}
-    running = {job: runs[job] for job in sorted(runs.keys() - ended)}
-    submitted = {job: waits[job] for job in sorted(waits.keys() - ended)}
+    running, submitted = (
+        {
+            line["job"]: line
+            for line in lines
+            if not documents.misfit(line, shape) and line["job"] not in ended
+        }
+        for shape in (BEGINNING, QUEUED)
+    )
     caught = next((line["signal"] for line in lines if type(line.get("signal")) is int), None)
-    about = {key: head[key] for key in ("begun", "jobs", "command", "output_dir", "sweeps")}
-    return Record(**about, ends=ends, running=running, submitted=submitted, signal=caught)
+    return Record(**head, ends=ends, running=running, submitted=submitted, signal=caught)
 
 
 # The record grows, and is read before each job: a thousand lines a thousand times.
@@ -278,7 +260,7 @@ def log_of(folder: Path, number: int) -> Path:
 
 def is_own(folder: Path) -> bool:
     """Whether this process has begun the record; it is no launcher's worker then."""
-    return re.search(rf"-{os.getpid()}(-|$)", folder.name) is not None
+    return folder.name.endswith(f"-{os.getpid()}")
 
 
 def with_ends(folder: Path) -> Record:
@@ -288,34 +270,31 @@ def with_ends(folder: Path) -> Record:
 
 
 def summary(folder: Path) -> tuple[str, int]:
-    """The closing lines of a sweep; and 1 if a job failed or never reported, else 0. A job that
-    another process runs is left to that process; once it has ended, its end counts."""
+    """The closing lines of a sweep, the last with the command for its table; and 1 if a job failed or
+    never reported, else 0. A job that another process runs is left to that process; once it has
+    ended, its end counts."""
     record = with_ends(folder)
-    counts = {
-        status: number
-        for status, number in record.counts().items()
-        if status in ("finished", "skipped", "planned", "running", "queued")
-    }
-    failed = [line for line in record.ends if line["status"] not in counts]
+    failed = [line for line in record.ends if line["status"] not in WELL]
     queued = record.queued
     missing = max((record.jobs or 0) - len(record.ends) - len(queued), 0)
-    elsewhere = {"running": "running in another process", "queued": "in Slurm already"}
-    parts = [f"{number} {elsewhere.get(status, status)}" for status, number in counts.items()]
-    if failed:
-        parts.append(f"{len(failed)} not done")
-    if queued:
-        parts.append(f"{len(queued)} in Slurm")
-    if missing:
-        parts.append(f"{missing} not reached")
+    counts = {WELL[each]: n for each, n in record.counts().items() if each in WELL}
+    counts |= {"not done": len(failed), "in Slurm": len(queued), "not reached": missing}
+    parts = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
     passed = record.elapsed(running=True)
     took = "" if passed is None else f"; {span(passed)}"
     total = len(record.ends) + len(queued) + missing
-    lines = [f"sweep of {total}: {', '.join(parts) or 'nothing done'}{took}"]
+    lines = [f"sweep of {total}: {parts or 'nothing done'}{took}"]
     for line in failed:
         words = _typed(line["overrides"])
         said = ": ".join(filter(None, (line["status"], words, line.get("error"))))
         lines.append(f"  {said}  {line.get('folder') or ''}".rstrip())
     lines += queue_lines(record)
+    done = [line for line in record.ends if line["status"] in ("finished", "skipped")]
+    above = [Path(line.get("folder") or "").parents for line in done]
+    # <dataset>/<model>/<recipe>/<ratio>/<run>
+    places = {str(parents[3]) for parents in above if len(parents) > 3}
+    if places:
+        lines.append(f"  {shlex.join(['nmrun', 'table', *sorted(places)])}")
     return "\n".join(lines), 1 if failed or missing else 0
 
 
@@ -343,15 +322,38 @@ def _since(line: dict[str, Any]) -> dict[str, Any]:
     result = RunFolder(run)
     if result.finished() is not None:
         return {**line, "status": "skipped"}
-    if line.get("queue") in (queue.ids() or ()):
+    if line.get("queue") in (queue_ids() or ()):
         return {**line, "status": "queued"}
     status = "killed" if result.is_finished else result.result.get("status", "killed")
     return {**line, "status": status, "error": result.result.get("error")}
 
 
-def lines(folder: Path) -> list[str]:
-    """The command that shows a sweep's results, below its summary; none without a result."""
-    finished = [line for line in read(folder).ends if line["status"] in ("finished", "skipped")]
-    # <dataset>/<model>/<recipe>/<ratio>/<run>
-    paths = {str(Path(line["folder"]).parents[3]) for line in finished if line.get("folder")}
-    return [f"  {shlex.join(['nmrun', 'table', *sorted(paths)])}"] if paths else []
+# --- a cluster's queue ----------------------------------------------------------------------------
+
+PAUSE = 10.0  # seconds between two questions, since many ask a queue
+_asked: tuple[float, frozenset[str] | None] = (-PAUSE, None)
+
+
+def queue_ids(anew: bool = False) -> frozenset[str] | None:
+    """The ids of this user's jobs in the queue, waiting or running, as of the last ``PAUSE``
+    seconds; of an array ``22_0``. None where Slurm does not answer."""
+    global _asked
+    if anew or time.monotonic() - _asked[0] >= PAUSE:
+        text = _answer("squeue", "--me", "--array", "--noheader", "--format=%i")
+        _asked = time.monotonic(), None if text is None else frozenset(text.split())
+    return _asked[1]
+
+
+def queue_state(job: str) -> str:
+    """What became of a job, such as ``CANCELLED`` or ``NODE_FAIL``, which Slurm knows for minutes."""
+    text = _answer("scontrol", "--oneliner", "show", "job", job) or ""
+    found = re.search(r"JobState=(\S+)", text)
+    return found[1] if found else "gone"
+
+
+def _answer(*command: str) -> str | None:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+    return None

@@ -92,10 +92,9 @@ def walk(
     whole = os.path.realpath(path)
     for place, below, names in os.walk(path, onerror=say):
         yield place, below, names
-        links = [link for name in below if os.path.islink(link := os.path.join(place, name))]
-        for link in links:
+        for link in (os.path.join(place, name) for name in below):
             target = os.path.realpath(link)
-            if not Path(target).is_relative_to(whole):
+            if os.path.islink(link) and not Path(target).is_relative_to(whole):
                 left_out(f"{link}: it is a link; name {target}")
 
 
@@ -141,12 +140,10 @@ class RunFolder:
     @functools.cached_property
     def command(self) -> str | None:
         """What was typed for this run alone: it stands above ``config.yaml`` and in the result."""
-        try:
-            head = HEAD.match(documents.read(self.path / CONFIG).decode("utf-8", "replace"))
-        except OSError:
-            head = None
-        if head is not None:
-            return neutral(re.sub(f"([{ENDS}])# ", r"\1", head[1]))
+        with contextlib.suppress(OSError):
+            text = documents.read(self.path / CONFIG).decode("utf-8", "replace")
+            if head := HEAD.match(text):
+                return neutral(re.sub(f"([{ENDS}])# ", r"\1", head[1]))
         typed: str | None = self.result.get("environment", {}).get("command")
         return typed
 
@@ -264,10 +261,8 @@ class RunFolder:
             raw = json.loads(data.decode())  # with its texts as they were when it was hashed
             if raw.get("sha256") != _hash(raw):
                 return {}, CHANGED, False
-        folder = self.path.name
-        if not NAME.fullmatch(folder):  # of a link with another name, its target's
-            folder = self.path.resolve().name
-        name = NAME.fullmatch(folder)
+        # of a link with another name, its target's
+        name = NAME.fullmatch(self.path.name) or NAME.fullmatch(self.path.resolve().name)
         if name and result.get("id", name[1]) != name[1]:
             return {}, f"it is of another run, whose id is {result['id']}", True
         return result, "", False

@@ -15,14 +15,15 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
 from nmrun.errors import ConfigError, RunError, first_line, leads, refuse, tell
@@ -36,6 +37,7 @@ from nmrun.lab.config import (
     schema,
 )
 from nmrun.lab.config.composition import plain_errors, without_others_configs
+from nmrun.lab.config.hydra_internals import BasicSweeper
 from nmrun.lab.config.identity import changed, run_folder, title
 from nmrun.lab.config.precheck import Command, Job
 from nmrun.lab.keys.config import Config
@@ -44,7 +46,6 @@ from nmrun.lab.records.sweep import recorded
 from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import RunFolder, make_folder
 from nmrun.lab.sweeps import workers
-from nmrun.lab.sweeps.workers import JobLines
 
 composition.register()
 
@@ -61,26 +62,26 @@ def main(argv: list[str]) -> int:
     if options.cfg or options.info:
         _hydra(flags, asked.sweeps[0])
         return 0
-    if not options.multirun and asked.hydras:
-        _hydra(flags, asked.sweeps[0])
-        return _exit_status(_outcomes[-1])
     if not options.multirun:
         ((words, config),) = asked.jobs
-        return _exit_status(
-            _outcome_of(config, None, command_line.of_job(words, options.config_dir))
-        )
+        command = command_line.of_job(words, options.config_dir)
+        return _exit_status(_outcome_of(config, None, command))
     with recorded(asked, shlex.join(["nmrun", *argv]), asked.sweeps) as folder:
-        os.environ[sweep.SWEEP], os.environ[workers.SWEEPER] = str(folder), str(os.getpid())
-        if not asked.hydras or asked.dry:
-            status = _run_one_by_one(folder, asked.jobs, options.config_dir)
-        elif asked.launcher == "basic":
-            status = _launch(flags, asked, asked.jobs)
-        else:
-            status = _launch_side_by_side(folder, asked, flags)
+        status = 0
+        try:
+            if asked.launcher == "basic" or asked.dry:
+                for outcome in run_jobs(folder, asked.jobs, options.config_dir):
+                    if outcome["status"] == "interrupted":  # it ends the sweep, on every rank
+                        raise SystemExit(_exit_status(outcome))
+            else:
+                _launch(folder, asked, flags)
+        except KeyboardInterrupt:
+            status = 128 + signal.SIGINT
+        except SystemExit as stop:
+            status = int(stop.code or 0)
         if not leads():
             return status
         lines, bad = sweep.summary(folder)
-        lines = "\n".join([lines, *sweep.lines(folder)])
     print(lines)
     return max(status, bad)
 
@@ -92,6 +93,11 @@ def checked(overrides: list[str], multirun: bool, config_dir: str | None = None)
         for words in experiment.expand(overrides, multirun, config_dir)
     ]
     asked = precheck.read(sweeps, multirun, config_dir)
+    for word in filter(command_line.is_hydras, overrides if asked.launcher == "basic" else ()):
+        if not word.startswith(("hydra/launcher", "hydra.sweeper")):
+            raise ConfigError(
+                f"{word}: Hydra hears it where a launcher of its own runs a sweep's jobs"
+            )
     if asked.detach and not (multirun and asked.queues):
         raise ConfigError("detach=true: add -m and launcher=slurm, whose jobs outlive the command")
     tell([] if multirun else command_line.without_effect(overrides))
@@ -99,38 +105,13 @@ def checked(overrides: list[str], multirun: bool, config_dir: str | None = None)
     return asked
 
 
-def _run_one_by_one(folder: Path, jobs: Sequence[Job], config_dir: str | None) -> int:
-    """Run the jobs of sweeps in this process; the exit status after an interrupt, or 0."""
-    try:
-        for outcome in run_jobs(folder, jobs, config_dir):
-            if outcome["status"] == "interrupted":  # it ends the sweep, on every rank
-                return _exit_status(outcome)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0
-
-
-def _launch(flags: list[str], asked: Command, jobs: Sequence[Job]) -> int:
-    """Run these jobs by Hydra's launcher; likewise."""
-    from nmrun.lab.sweeps import sweeper
-
-    sweeper.register([words for words, _ in jobs])
-    if asked.queues:
-        from nmrun.lab.sweeps import slurm
-
-        folders = {tuple(words): _place(config) for words, config in jobs}
-        slurm.register(asked.detach, folders)
-    try:
-        _hydra(flags, asked.sweeps[0])
-    except (SystemExit, KeyboardInterrupt) as stop:  # an interrupted job ends the sweep
-        return int(stop.code or 0) if isinstance(stop, SystemExit) else 128 + signal.SIGINT
-    return 0
-
-
-def _launch_side_by_side(folder: Path, asked: Command, flags: list[str]) -> int:
-    """Likewise, by a launcher that runs jobs side by side, with a line for each job that ends. Jobs
-    for which nothing is to be done never come to it."""
-    missing, done = _missing(asked)
+def _launch(folder: Path, asked: Command, flags: list[str]) -> None:
+    """Run the jobs side by side by a launcher of Hydra's, with a line for each that ends. Jobs for
+    which nothing is to be done never come to it. SystemExit or KeyboardInterrupt after a signal."""
+    queued = sweep.in_queue(asked.output_dir) if asked.queues else {}
+    jobs = [(job, _done(job.config, queued)) for job in asked.jobs]
+    missing = [job for job, outcome in jobs if outcome is None]
+    done = [(job, outcome) for job, outcome in jobs if outcome is not None]
     names = dict[str, None]()
     for number, ((words, config), outcome) in enumerate(done, len(missing) + 1):
         sweep.add(folder, outcome, words, 0.0, number)
@@ -138,52 +119,73 @@ def _launch_side_by_side(folder: Path, asked: Command, flags: list[str]) -> int:
             names |= dict.fromkeys(changed(outcome["config"], config))
     if names:
         tell([f"some finished before {', '.join(names)} changed; force=true runs all again"])
+    watch = f"nmrun status {shlex.quote(asked.output_dir)} shows"
     if missing and not asked.detach:
-        place = shlex.quote(asked.output_dir)
-        watch = f"nmrun status {place} shows how far they are"
-        print(f"jobs side by side: {watch}", flush=True)
-    with (
-        workers.Sweeper(folder, waits=asked.known.signals is not None) as sweeper,
-        JobLines(folder, lambda: sweeper.catch(signal.SIGPIPE)),
-    ):
-        if not missing:
-            return 0
+        print(f"jobs side by side: {watch} how far they are", flush=True)
+    with workers.Sweeper(folder, waits=asked.known.signals is not None) as sweeper:
         try:
-            status = _launch(flags, asked, missing)
+            if missing:
+                os.environ[sweep.SWEEP] = str(folder)
+                os.environ[workers.SWEEPER] = str(os.getpid())
+                _by_hydra(missing, asked, flags)
         except BrokenExecutor:
-            status = 1
             if sweeper.caught is None:
                 workers.note_killed(folder)
+        except (KeyboardInterrupt, SystemExit):
+            if sweeper.caught is None:
+                raise
         except (ConfigError, RunError):
             raise
         except Exception as error:  # the launcher's own
-            place = shlex.quote(asked.output_dir)
             raise RunError(
                 f"launcher={asked.launcher}: {type(error).__name__}: {first_line(error)}; "
-                f"nmrun status {place} shows whether jobs go on"
+                f"{watch} whether jobs go on"
             ) from None
-    return status if sweeper.caught is None else 128 + sweeper.caught
+    if sweeper.caught is not None:
+        raise SystemExit(128 + sweeper.caught)
 
 
-def _missing(asked: Command) -> tuple[list[Job], list[tuple[Job, dict[str, Any]]]]:
-    """The jobs that are to be launched; and the others, with their outcomes: those whose run has
-    finished, or that another process or the queue has."""
-    missing, done = list[Job](), list[tuple[Job, dict[str, Any]]]()
-    queued = sweep.in_queue(asked.output_dir) if asked.queues else {}
-    for job in asked.jobs:
-        folder = _place(job.config)
-        outcome = _finished(job.config)
-        if locks.is_locked(Path(folder)):
-            error = f"{locks.holder(Path(folder))} is at work on this very run"
-            outcome = {"status": "running", "folder": folder, "error": error}
-        elif id := queued.get(folder):
-            error = f"Slurm has it as job {id}"
-            outcome = {"status": "queued", "folder": folder, "queue": id, "error": error}
-        if outcome is None:
-            missing.append(job)
-        else:
-            done.append((job, outcome))
-    return missing, done
+def _done(config: Config, queued: Mapping[str, str]) -> dict[str, Any] | None:
+    """The outcome of a job that is not to be launched: its run has finished, or another process or
+    the queue has it."""
+    folder = run_folder(config).absolute()
+    if locks.is_locked(folder):
+        error = f"{locks.holder(folder)} is at work on this very run"
+        return {"status": "running", "folder": str(folder), "error": error}
+    if id := queued.get(str(folder)):
+        error = f"Slurm has it as job {id}"
+        return {"status": "queued", "folder": str(folder), "queue": id, "error": error}
+    return _finished(config)
+
+
+def _by_hydra(jobs: Sequence[Job], asked: Command, flags: list[str]) -> None:
+    NMSweeper.jobs = [list(words) for words, _ in jobs]
+    Plugins.instance().register(NMSweeper)
+    Plugins.instance().class_name_to_class[composition.SWEEPER["_target_"]] = NMSweeper
+    if asked.queues:
+        from nmrun.lab.sweeps import slurm
+
+        folders = {tuple(words): str(run_folder(config).absolute()) for words, config in jobs}
+        slurm.register(asked.detach, folders)
+    _hydra(flags, asked.sweeps[0])
+
+
+class NMSweeper(BasicSweeper):
+    """Launches the jobs of several sweeps at once, so that a launcher can run any side by side.
+
+    ``jobs`` has the words of each. It is the class's, since Hydra makes the sweeper.
+    """
+
+    jobs: ClassVar[list[list[str]]] = []
+
+    def split_arguments(  # type: ignore[override]  # a static method there
+        self, overrides: list[Override], max_batch_size: int | None
+    ) -> list[list[list[str]]]:
+        """The words of all jobs, in batches."""
+        return list(self.split_overrides_to_chunks(self.jobs, max_batch_size))
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """Do nothing: ``precheck`` checked the jobs, and composing them all takes long."""
 
 
 def _hydra(flags: list[str], overrides: list[str]) -> None:
@@ -195,41 +197,31 @@ def _hydra(flags: list[str], overrides: list[str]) -> None:
 
 # --- one job --------------------------------------------------------------------------------------
 
-_outcomes: list[dict[str, Any]] = []
-
 
 @hydra.main(config_path="pkg://nmrun.conf", config_name="nmrun", version_base="1.3")
 def _job(composed: DictConfig) -> None:
-    job = HydraConfig.get()
+    """A job that a launcher runs: in a process of its own, or (joblib with ``n_jobs=1``) in the
+    sweep's."""
+    job, folder = HydraConfig.get(), Path(os.environ[sweep.SWEEP])
     workers.end_with_sweep()
     reads = launchers.of(job.launcher._target_).signals == "read"
-    folder = Path(os.environ[sweep.SWEEP]) if job.mode == RunMode.MULTIRUN else None
     overrides = [command_line.unescaped(word) for word in job.overrides.task]
-    with output.ends_quietly(), without_others_configs():  # jobs may run in other processes
-        if folder:
-            number = job.job.num + 1
-            command = command_line.of_hydra(job, overrides)
-            about = (folder, number, composed, overrides, command)
-            if sweep.is_own(folder):
-                outcome = _run_in_sweep(*about)
-            else:
-                outcome = _run_in_worker(*about, reads)
+    about = folder, job.job.num + 1, composed, overrides, command_line.of_hydra(job, overrides)
+    with output.ends_quietly(), without_others_configs():
+        if sweep.is_own(folder):
+            with workers.signals_for_run():
+                _end_after_signal(folder)  # between two jobs
+                outcome = run_job(*about)
         else:
-            outcome = _outcome_of(composed, None, command_line.of_hydra(job, overrides))
-    _outcomes.append(outcome)
+            outcome = _run_in_worker(*about, reads)
     workers.end_with_sweep()
-    if folder and outcome["status"] == "interrupted" and not reads:
+    if outcome["status"] == "interrupted" and not reads:
         raise SystemExit(_exit_status(outcome))
 
 
-def _run_in_sweep(
-    folder: Path, number: int, composed: DictConfig, overrides: list[str], command: str
-) -> dict[str, Any]:
-    """Run a job in the sweep's own process; as :func:`run_job`."""
-    with workers.signals_for_run():
-        if sweep.read(folder).signal is not None:  # between two jobs
-            raise KeyboardInterrupt
-        return run_job(folder, number, composed, overrides, command)
+def _end_after_signal(folder: Path) -> None:
+    if sweep.read(folder).signal is not None:
+        raise KeyboardInterrupt
 
 
 def _run_in_worker(
@@ -245,20 +237,16 @@ def _run_in_worker(
 
     def begins(run: Path) -> None:
         sweep.begins(folder, number, overrides, run, workers.launched_this())
-        if sweep.read(folder).signal is not None:
-            raise KeyboardInterrupt
+        _end_after_signal(folder)
 
-    interrupted = {"status": "interrupted", "signal": int(signal.SIGTERM)}
+    outcome = {"status": "interrupted", "signal": int(signal.SIGTERM)}
     began = time.monotonic()
-    if sweep.read(folder).signal is not None:
-        outcome = interrupted  # this job is never begun
-    else:
+    if sweep.read(folder).signal is None:  # else this job is never begun
         try:
             stop = workers.ends_by_record(folder) if reads else workers.ends_by_signal()
             with stop, output.logged(sweep.log_of(folder, number)):
                 outcome = run_job(folder, number, composed, overrides, command, begins)
         except KeyboardInterrupt:
-            outcome = interrupted
             sweep.add(folder, outcome, overrides, time.monotonic() - began, number)
     if outcome["status"] == "interrupted":
         workers.wait_for_others(folder)
@@ -321,19 +309,16 @@ def _runner() -> Any:
     """The module that trains, with torch. What is imported now stays until the process ends, so the
     garbage collector need not search it, which would take half a second in all. In a process that
     has torch already, the collector is left alone."""
-    if "torch" in sys.modules:
-        from nmrun.lab.train import runner
-
-        return runner
-    collects = gc.isenabled()
-    gc.disable()
+    is_first = "torch" not in sys.modules
+    if is_first:
+        gc.disable()
     try:
         from nmrun.lab.train import runner
     finally:
-        gc.freeze()
-        if collects:
+        if is_first:
+            gc.freeze()
             gc.enable()
-    atexit.register(gc.freeze)
+            atexit.register(gc.freeze)
     return runner
 
 
@@ -372,10 +357,6 @@ def _finished(config: Config) -> dict[str, Any] | None:
     folder = run_folder(config)
     result = None if config.force or config.dry else RunFolder(folder).finished()
     return None if result is None else {**result, "status": "skipped", "folder": str(folder)}
-
-
-def _place(config: Config) -> str:
-    return str(run_folder(config).absolute())
 
 
 def _exit_status(outcome: dict[str, Any]) -> int:

@@ -20,7 +20,7 @@ from submitit.core.utils import FailedJobError
 
 from nmrun.errors import RunError, first_line
 from nmrun.lab.output import quantity
-from nmrun.lab.records import queue, sweep
+from nmrun.lab.records import sweep
 
 MOST = 1000  # jobs of an array; Slurm's own limit is 1,001
 PAUSE = 1.0  # seconds between two looks at the record
@@ -45,7 +45,7 @@ class QueueLauncher(SlurmLauncher):
             for (number, words), id in zip(part, self._submit(part), strict=True):
                 run = self.folders.get(tuple(words), "")
                 sweep.submits(folder, number + 1, words, run, id)
-        queue.ids(anew=True)  # now with these
+        sweep.queue_ids(anew=True)  # now with these
         if not self.detach:
             _wait(folder)
         return []
@@ -79,16 +79,16 @@ def _wait(folder: Path) -> None:
     asked, gone = time.monotonic(), set[int]()
     while waiting := sweep.read(folder).submitted:
         time.sleep(PAUSE)
-        if time.monotonic() - asked < queue.PAUSE:
+        if time.monotonic() - asked < sweep.PAUSE:
             continue
-        there, asked = queue.ids(anew=True), time.monotonic()
+        there, asked = sweep.queue_ids(anew=True), time.monotonic()
         if there is None:
             continue
         lost = {job for job, line in waiting.items() if line["queue"] not in there}
         for job in lost & gone:  # what it wrote at its end came from another host, and had time
             line, id = waiting[job], waiting[job]["queue"]
             log = folder / ".submitit" / id / f"{id}_0_log.err"
-            error = f"Slurm says {queue.state(id)} of job {id}, whose errors are in {log}"
+            error = f"Slurm says {sweep.queue_state(id)} of job {id}, whose errors are in {log}"
             outcome: dict[str, Any] = {"status": "killed", "folder": line["folder"], "error": error}
             sweep.add(folder, outcome, line["overrides"], 0.0, job)
         gone = lost - gone

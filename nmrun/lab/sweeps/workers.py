@@ -27,14 +27,16 @@ from nmrun.lab.signals import ECHO, ENDING, ends_with, heeded, is_ending
 
 SWEEPER = "NMRUN_SWEEPER"  # tells job processes which process launched the sweep
 LOOK = 0.1  # seconds between two looks at the others
+PAUSE = 0.5  # seconds between two looks at the record
 
 
 # --- in the sweep's process -----------------------------------------------------------------------
 
 
 class Sweeper:
-    """While entered, the first signal is noted in ``caught`` and passed on to the running jobs. After
-    a second one the launcher ends them at once.
+    """While entered, a thread reads the record and prints a line for each job that has ended. The first
+    signal is noted in ``caught`` and passed on to the running jobs; so is the end of whoever reads
+    the output. After a second one the launcher ends them at once.
 
     ``waits``: the jobs hear of it. Else the launcher handles signals.
     """
@@ -44,18 +46,25 @@ class Sweeper:
         self.caught: int | None = None
         self._since = 0.0
         self._former: dict[int, Any] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Sweeper:
         if self.waits:
             for number in heeded():
                 self._former[number] = signal.signal(number, self.catch)
             _start_trackers()
-            # workers inherit this, and have no handlers while they start; the thread of JobLines
-            # gets the signal
+            # workers inherit this, and have no handlers while they start; the thread gets the signal
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._restore()
+
+    def _restore(self) -> None:
         for number, former in self._former.items():
             signal.signal(number, former)
         if self.waits:
@@ -70,8 +79,42 @@ class Sweeper:
                 with contextlib.suppress(OSError):
                     os.kill(process, signal.SIGTERM)
         elif number == signal.SIGINT or time.monotonic() - self._since > ECHO:
-            self.__exit__()
+            self._restore()
             raise KeyboardInterrupt
+
+    def _watch(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        told, is_signal_told, is_over = 0, False, False
+        try:
+            while not is_over:
+                is_over = self._over.wait(PAUSE)
+                record = sweep.read(self.folder)
+                for line in record.ends[told:]:
+                    print(job_line(self.folder, record, line), flush=True)
+                told = len(record.ends)
+                if record.signal is not None and not is_signal_told:
+                    is_signal_told = True
+                    name = signal.Signals(record.signal).name
+                    print(
+                        f"{name}: each job saves its run, a second one ends them at once",
+                        flush=True,
+                    )
+        except SystemExit:
+            self.catch(signal.SIGPIPE)
+
+
+def job_line(folder: Path, record: sweep.Record, line: dict[str, Any]) -> str:
+    status = line["status"]
+    final = (line.get("metrics") or {}).get("final", {})
+    if status in ("finished", "skipped") and line.get("metric"):
+        scores = notation.by_split(final, line["metric"])
+        status = "finished already" if status == "skipped" else status
+        took = f"; {span(line['seconds'])}" if line["status"] == "finished" else ""
+        return f"{sweep.name(record, line)}: {status}, {line['metric']} {scores}{took}"
+    parts = [f"{status}: {line['error']}" if line.get("error") else status]
+    if status in ("failed", "refused", "killed") and line.get("job"):
+        parts.append(str(sweep.log_of(folder, line["job"])))
+    return f"{sweep.name(record, line)}: {'; '.join(parts)}"
 
 
 def _start_trackers() -> None:
@@ -182,62 +225,3 @@ def _alive(process: int) -> bool:
         os.kill(process, 0)
         return True
     return False
-
-
-# --- what is said of the jobs ---------------------------------------------------------------------
-
-PAUSE = 0.5  # seconds between two looks
-
-
-class JobLines:
-    """While entered, a thread reads the record of a sweep and prints a line for each job that has
-    ended. ``on_broken_pipe`` is called once where nobody reads the output any more."""
-
-    def __init__(self, folder: Path, on_broken_pipe: Callable[[], None]) -> None:
-        self.folder, self.on_broken_pipe = folder, on_broken_pipe
-        self._next = 0
-        self._is_signal_told = False
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> JobLines:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see Sweeper
-        try:
-            self._look()
-            while not self._over.wait(PAUSE):
-                self._look()
-            self._look()
-        except SystemExit:
-            self.on_broken_pipe()
-
-    def _look(self) -> None:
-        record = sweep.read(self.folder)
-        for line in record.ends[self._next :]:
-            print(job_line(self.folder, record, line), flush=True)
-        self._next = len(record.ends)
-        if record.signal is not None and not self._is_signal_told:
-            self._is_signal_told = True
-            name = signal.Signals(record.signal).name
-            print(f"{name}: each job saves its run, a second one ends them at once", flush=True)
-
-
-def job_line(folder: Path, record: sweep.Record, line: dict[str, Any]) -> str:
-    status = line["status"]
-    final = (line.get("metrics") or {}).get("final", {})
-    if status in ("finished", "skipped") and line.get("metric"):
-        scores = notation.by_split(final, line["metric"])
-        status = "finished already" if status == "skipped" else status
-        took = f"; {span(line['seconds'])}" if line["status"] == "finished" else ""
-        return f"{sweep.name(record, line)}: {status}, {line['metric']} {scores}{took}"
-    parts = [f"{status}: {line['error']}" if line.get("error") else status]
-    if status in ("failed", "refused", "killed") and line.get("job"):
-        parts.append(str(sweep.log_of(folder, line["job"])))
-    return f"{sweep.name(record, line)}: {'; '.join(parts)}"

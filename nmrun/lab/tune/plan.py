@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override
 
 from nmrun.errors import ConfigError, raise_all, refused
 from nmrun.lab.compare.notation import label
@@ -30,27 +30,35 @@ from nmrun.lab.tune.study import AGAIN, FINALISTS, SEED
 from nmrun.ranges import Search, among, between, log
 from nmrun.recipes import RECIPES
 
+RATE = "optimizer.lr"
+AROUND = 5.0  # the learning rate is searched from a fifth of the config's to five times it
+EDGE = 0.05  # a value this near to an end of a range, as a share of it, lies at that end
+TAKES = (
+    "it takes an interval or several values for a key of a group, as in "
+    "'optimizer.lr=tag(log,interval(1e-4,1e-2))', where log is for values above 0, or "
+    "recipe.switch=auto,0.2,0.5"
+)
+Space = Mapping[str, Search]
 
-@dataclass(frozen=True)
+
+@dataclass
 class TuningCell:
     """One recipe at one ratio.
 
     Attributes:
         words: its overrides, without a seed.
         config: before tuning.
-        seeds: those that are reported.
         searched: the search spaces by key.
-        apart: the values of the swept keys that are not searched, but for recipe and ratio.
+        seeds: those that are reported.
     """
 
-    name: str
     words: list[str]
     config: Config
-    seeds: list[int]
-    folder: Path
     searched: Space
-    apart: Mapping[str, str]
     config_dir: str | None
+    seeds: list[int] = field(default_factory=list)
+    name: str = ""
+    folder: Path = Path()
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -69,87 +77,55 @@ def cells(
     """The cells of a comparison in the order of its jobs; dense runs, which have no ratio, are
     one. ``space`` wins over the recipes' own search spaces.
 
-    ConfigError for a key of ``space`` that no cell has or that changes none, or with a value or an
-    end that a cell does not take, and for several values of a searched key.
+    ConfigError for a key of ``space`` whose values change no run, or with a value that a cell does not
+    take, and for several values of a searched key.
     """
-    by_identity: dict[str, tuple[list[str], Config, list[int]]] = {}
+    by_identity: dict[str, TuningCell] = {}
     cache: Cache = {}
     for words, asked in jobs:
         bare = [word for word in words if command_line.key(word) != "seed"]
         config = config_of([*bare, f"seed={SEED}"], config_dir, cache)
-        cell_seeds = by_identity.setdefault(identity(config), (bare, config, []))[2]
-        cell_seeds += [asked.seed] if asked.seed not in cell_seeds else []
-    unknown = [key for key in space if not any(has(c, key) for _, c, _ in by_identity.values())]
-    if unknown:
-        raise ConfigError(f"--over {unknown[0]}: no run of this comparison has the key")
-    apart = _apart([config for _, config, _ in by_identity.values()])
-    names = [
-        " ".join(filter(None, [*_named(config), *swept.values()]))
-        for (_, config, _), swept in zip(by_identity.values(), apart, strict=True)
-    ]
-    places = [_place(name) for name in names]
-    by_settings: dict[object, TuningCell] = {}
-    for (cell_id, (words, config, seeds)), swept, name, place in zip(
-        by_identity.items(), apart, names, places, strict=True
-    ):
-        searched = space_of(config, space)
-        other = {key: value for key, value in swept.items() if key not in searched}
-        own = place if places.count(place) == 1 else f"{place}-{cell_id}"
-        cell = TuningCell(name, words, config, seeds, folder / own, searched, other, config_dir)
-        if by_settings.setdefault((*_named(config), *other.items()), cell) is not cell:
-            key = next(key for key in swept if key in searched)
-            raise ConfigError(
-                f"{key} has several values, and is searched in {searched[key]}; give it one"
-            )
-    every = [_of_runs(cell, space, cache) for cell in by_settings.values()]
-    idle = [key for key in space if not any(key in cell.searched for cell in every)]
-    if idle:
-        raise ConfigError(f"--over {idle[0]}: its values change no run of this comparison")
+        new = TuningCell(bare, config, space_of(config, space), config_dir)
+        cell = by_identity.setdefault(identity(config), new)
+        if asked.seed not in cell.seeds:
+            cell.seeds.append(asked.seed)
+    every = [*by_identity.values()]
+    _name(every)
+    places = ["".join(c if c.isalnum() or c in "._" else "-" for c in cell.name) for cell in every]
+    for (cell_id, cell), place in zip(by_identity.items(), places, strict=True):
+        cell.folder = folder / (place if places.count(place) == 1 else f"{place}-{cell_id}")
+        idle = [key for key in space.keys() & cell.searched if not _changes(cell, key, cache)]
+        cell.searched = {key: each for key, each in cell.searched.items() if key not in idle}
+    for key in space:
+        if not any(key in cell.searched for cell in every):
+            raise ConfigError(f"--over {key}: its values change no run of this comparison")
     return every
 
 
-def _place(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "._" else "-" for c in name)
-
-
-def _of_runs(cell: TuningCell, space: Space, cache: Cache) -> TuningCell:
-    """The cell without those keys of ``space`` whose values change no run of it. ConfigError for a
-    value or an end of a range that a key does not take, and for one that stands for another."""
-    searched = dict(cell.searched)
-    for key in space.keys() & searched.keys():
-        runs, others = set(), list[str]()
-        for value in space[key].values or (space[key].low, space[key].high):
-            with refused("--over ", ConfigError):
-                config = config_of(cell.with_settings([(key, value)]), cell.config_dir, cache)
-            runs.add(identity(config))
-            if (has := flatten(config.plain)[key]) != value:
-                others.append(f"--over {key}={label(value)} stands for {label(has)}; name that")
-        if len(runs) == 1:
-            del searched[key]
-        else:
-            raise_all(others)
-    return replace(cell, searched=searched)
-
-
-def _named(config: Config) -> tuple[str, str]:
-    return config.recipe.name, "" if config.pattern is None else str(config.pattern)
-
-
-def _apart(configs: Sequence[Config]) -> list[dict[str, str]]:
-    """For each config, the values of the swept keys besides recipe and ratio. A recipe's settings
-    are among them if only they tell its cells apart."""
-    flats = [flatten(config.plain) for config in configs]
-    prefixes = ("recipe.", "sparsity.")
-    common = _differing([{k: v for k, v in f.items() if not k.startswith(prefixes)} for f in flats])
-    apart = [{key: str(flat[key]) for key in common if key in flat} for flat in flats]
-    groups: dict[object, list[int]] = {}
-    for number, (config, values) in enumerate(zip(configs, apart, strict=True)):
-        groups.setdefault((*_named(config), *values.items()), []).append(number)
-    for several in groups.values():
-        more = _differing([flats[k] for k in several])
-        for k in several:
-            apart[k] |= {key: str(flats[k].get(key)) for key in more}
-    return apart
+def _name(every: Sequence[TuningCell]) -> None:
+    """Name cells by recipe, ratio, and the values of the other swept keys. A recipe's settings are
+    among them if only they tell its cells apart. ConfigError for several values of a searched key."""
+    flats = [flatten(cell.config.plain) for cell in every]
+    of_recipe = ("recipe.", "sparsity.")
+    swept = _differing([{k: v for k, v in f.items() if not k.startswith(of_recipe)} for f in flats])
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for number, (cell, flat) in enumerate(zip(every, flats, strict=True)):
+        ratio = "" if cell.config.pattern is None else str(cell.config.pattern)
+        values = (str(flat[key]) for key in swept if key in flat)
+        alike.setdefault((cell.config.recipe.name, ratio, *values), []).append(number)
+    there: dict[tuple[str, ...], str] = {}
+    for named, numbers in alike.items():
+        more = _differing([flats[number] for number in numbers])
+        for number in numbers:
+            cell, flat = every[number], flats[number]
+            cell.name = " ".join(filter(None, [*named, *(str(flat.get(key)) for key in more)]))
+            free = [key for key in (*swept, *more) if key not in cell.searched]
+            tells = (*named[:2], *(f"{key}={flat.get(key)}" for key in free))
+            if there.setdefault(tells, cell.name) != cell.name:
+                key = next(key for key in (*swept, *more) if key in cell.searched)
+                raise ConfigError(
+                    f"{key} has several values, and is searched in {cell.searched[key]}; give it one"
+                )
 
 
 def _differing(flats: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -160,13 +136,25 @@ def _differing(flats: Sequence[Mapping[str, Any]]) -> list[str]:
     return [key for key in differing if key.partition(".")[0] not in named or key.endswith(".name")]
 
 
+def _changes(cell: TuningCell, key: str, cache: Cache) -> bool:
+    """Whether the values that are searched make different runs of a cell. ConfigError for a value that
+    the key does not take, and for one that stands for another."""
+    search, runs, others = cell.searched[key], set(), []
+    for value in search.values or (search.low, search.high):
+        with refused("--over ", ConfigError):
+            config = config_of(cell.with_settings([(key, value)]), cell.config_dir, cache)
+        runs.add(identity(config))
+        if (has := flatten(config.plain)[key]) != value:
+            others.append(f"--over {key}={label(value)} stands for {label(has)}; name that")
+    if len(runs) > 1:
+        raise_all(others)
+    return len(runs) > 1
+
+
 def summary(cells: Sequence[TuningCell], trials: int) -> list[str]:
     """The cells, what is searched in each and in which range, and the number of runs."""
     width = max(len(cell.name) for cell in cells)
-    lines = []
-    for cell in cells:
-        searched = "; ".join(f"{key} {search}" for key, search in cell.searched.items())
-        lines.append(f"  {cell.name:<{width}}  {searched}")
+    lines = [f"  {cell.name:<{width}}  {space_text(cell.searched)}" for cell in cells]
     seeds, repeats = sum(len(cell.seeds) for cell in cells), min(trials, FINALISTS) * len(AGAIN)
     lines.append(
         f"  {quantity(len(cells), 'cell')}, in each {quantity(trials, 'trial')} and {repeats} repeats of "
@@ -175,25 +163,20 @@ def summary(cells: Sequence[TuningCell], trials: int) -> list[str]:
     return lines
 
 
-RATE = "optimizer.lr"
-EDGE = 0.05  # a value this near to an end of a range, as a share of it, lies at that end
-AROUND = 5.0  # the learning rate is searched from a fifth of the config's to five times it
-Space = Mapping[str, Search]
+# --- search spaces --------------------------------------------------------------------------------
 
 
 def space_of(config: Config, space: Space) -> Space:
     """The search spaces of a run by key: of the learning rate, those that the recipe declares, and
-    those of ``space`` that the config has, which win."""
+    those of ``space`` that the config has, which win. Dense training has no ratio."""
     rate = config.optimizer.lr
     declared = {key: field.search for key, field in _of_recipe(config).items() if field.search}
     searched = {RATE: log(rate / AROUND, rate * AROUND), **declared}
-    return searched | {key: search for key, search in space.items() if has(config, key)}
-
-
-def has(config: Config, key: str) -> bool:
-    """Whether a key can change a run; dense training has no ratio."""
-    of_ratio = key.partition(".")[0] == "sparsity"
-    return key in settings(config) and not (of_ratio and config.is_dense)
+    has = settings(config)
+    ours = {key: search for key, search in space.items() if key in has}
+    if config.is_dense:
+        ours = {key: search for key, search in ours.items() if not key.startswith("sparsity.")}
+    return searched | ours
 
 
 def settings(config: Config) -> dict[str, Any]:
@@ -214,33 +197,27 @@ def read_space(words: Sequence[str]) -> Space:
     """Search spaces by key, of words as Hydra writes sweeps:
     ``optimizer.lr=tag(log,interval(1e-4,1e-2))`` or ``recipe.switch=auto,0.2,0.5``."""
     overrides, problems = command_line.parsed(words)
-    spaces: dict[str, Search] = {}
-    for override in overrides:
-        value = override.value()
-        if override.key_or_group in spaces:
-            problems.append(f"--over {override.key_or_group} is there twice")
-        if "." not in override.key_or_group:  # where and how often it runs, or a whole group
-            problems.append(
-                f"--over {override.input_line}: it takes a key of a group, such as optimizer.lr"
-            )
-        elif isinstance(value, IntervalSweep):
-            ends = float(value.start or 0), float(value.end or 0)
-            logarithmic = "log" in value.tags
-            if ends[0] >= ends[1] or (logarithmic and ends[0] <= 0):
-                problems.append(
-                    f"--over {override.input_line}: an interval has the smaller end first"
-                    + (", and with log it begins above 0" if logarithmic else "")
-                )
-            spaces[override.key_or_group] = (log if logarithmic else between)(*ends)
-        elif isinstance(value, ChoiceSweep):
-            spaces[override.key_or_group] = among(*command_line.values(override, []))
-        else:
-            problems.append(
-                f"--over {override.input_line}: it takes an interval or several values, as in "
-                "'optimizer.lr=tag(log,interval(1e-4,1e-2))' or recipe.switch=auto,0.2,0.5"
-            )
+    spaces = {override.key_or_group: _search(override) for override in overrides}
+    problems += [f"--over {o.input_line}: {TAKES}" for o in overrides if _search(o) is None]
     raise_all(problems)
-    return spaces
+    return {key: search for key, search in spaces.items() if search is not None}
+
+
+def _search(override: Override) -> Search | None:
+    value = override.value()
+    if "." not in override.key_or_group:  # where and how often it runs, or a whole group
+        return None
+    if isinstance(value, ChoiceSweep):
+        return among(*command_line.values(override, []))
+    if isinstance(value, IntervalSweep):
+        low, high = float(value.start or 0), float(value.end or 0)
+        if low < high and ("log" not in value.tags or low > 0):
+            return (log if "log" in value.tags else between)(low, high)
+    return None
+
+
+def space_text(space: Space) -> str:
+    return "; ".join(f"{key} {search}" for key, search in space.items())
 
 
 def at_edge(value: Any, search: Search) -> str:
@@ -249,15 +226,5 @@ def at_edge(value: Any, search: Search) -> str:
     if search.values:
         return ""
     low, high, point = (math.log(x) if search.log else x for x in (search.low, search.high, value))
-    place = (point - low) / (high - low) if high > low else 0.5
+    place = (point - low) / (high - low)
     return "lower" if place < EDGE else "upper" if place > 1 - EDGE else ""
-
-
-def wider(search: Search, end: str) -> str:
-    """A range extended at its ``lower`` or ``upper`` end, as ``--over`` takes it; ``...`` where a
-    setting's limit is not known."""
-    if not search.log:
-        return "..."
-    low = search.low / AROUND if end == "lower" else search.low
-    high = search.high * AROUND if end == "upper" else search.high
-    return f"tag(log,interval({low:g},{high:g}))"

@@ -43,6 +43,12 @@ class Trial:
     seconds: float
     higher_is_better: bool = False
 
+    @property
+    def loss(self) -> float:
+        """The value, so that less is better."""
+        assert self.value is not None
+        return -self.value if self.higher_is_better else self.value
+
 
 def ended(folder: Path, space: Mapping[str, Search]) -> list[Trial]:
     """The runs of a cell's tuning that ended, and whose results are as they were written."""
@@ -118,7 +124,7 @@ class Study:
     def ranked(self, count: int) -> list[Trial]:
         """Order the first ``count`` trials, without those that failed, the best first."""
         scored = [trial for trial in self._distinct(count) if trial.value is not None]
-        return sorted(scored, key=_value, reverse=bool(scored) and scored[0].higher_is_better)
+        return sorted(scored, key=lambda trial: trial.loss)
 
     def to_repeat(self, count: int) -> list[tuple[dict[str, Any], int]]:
         """List the finalists' settings with the seeds that they have not been repeated with."""
@@ -138,8 +144,7 @@ class Study:
             values = [value for value in every if value is not None]
             if len(values) == len(every):
                 means.append(replace(trial, value=sum(values) / len(values)))
-        choose = max if means and means[0].higher_is_better else min
-        return choose(means, key=_value) if means else None
+        return min(means, key=lambda trial: trial.loss, default=None)
 
     def seconds(self, count: int) -> float:
         return sum(run.seconds for run in [*self._distinct(count), *self.repeats()])
@@ -162,10 +167,7 @@ class Study:
             return listed[len(trials)]
         # each trial its own stream of random numbers, the same whoever goes on after an interrupt
         sampler = optuna.samplers.TPESampler(seed=len(trials), n_startup_trials=max(2, count // 2))
-        higher = any(trial.higher_is_better for trial in trials)
-        directions = optuna.study.StudyDirection
-        direction = directions.MAXIMIZE if higher else directions.MINIMIZE
-        study = optuna.create_study(direction=direction, sampler=sampler)
+        study = optuna.create_study(sampler=sampler)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Optuna 2 calls enqueueing experimental
             for past in trials:
@@ -175,7 +177,7 @@ class Study:
                 if past.value is None:  # TPE gets a value worse than any that a run had
                     study.tell(trial, state=optuna.trial.TrialState.PRUNED)
                 else:
-                    study.tell(trial, past.value)
+                    study.tell(trial, past.loss)
             if not trials and all(_within(self.defaults[key], s) for key, s in self.space.items()):
                 study.enqueue_trial({key: self.defaults[key] for key in self.space})
             proposed = self._suggested(study.ask())
@@ -194,11 +196,6 @@ def import_optuna() -> Any:
     with needs("nmrun tune", "tune"):
         import optuna
     return optuna
-
-
-def _value(trial: Trial) -> float:
-    assert trial.value is not None
-    return trial.value
 
 
 def _within(value: Any, search: Search) -> bool:

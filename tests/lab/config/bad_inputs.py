@@ -406,7 +406,7 @@ VERBS = {
     "status nowhere": "no such folder",
     "status .": "no runs in it",
     "status file.txt": "file.txt: no such folder",
-    "compare file.txt file.txt": "file.txt: it is a file; name a run folder",
+    "compare file.txt file.txt": "file.txt: no run is in it",
     "status --foo": "unrecognized arguments",
     "export": "required",
     "export nowhere --out x": "nowhere",

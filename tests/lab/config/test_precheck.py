@@ -166,7 +166,7 @@ def test_a_preset_of_a_class_of_ones_own_takes_every_key_of_the_class(tmp_path):
         ("hydra/launcher/mine.yaml", "n_jobs: 2\n", True),
     ],
 )  # fmt: skip
-def test_hydra_launches_what_a_file_says_something_to(name, text, expected, tmp_path):
+def test_what_a_file_says_to_hydra_is_noticed(name, text, expected, tmp_path):
     file = tmp_path / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)

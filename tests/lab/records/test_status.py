@@ -8,24 +8,22 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from runs import at_work, result_of, rewrite, write_result
+from runs import at_work, rewrite, write_result
 from verbs import python
 
 from nmrun.errors import ConfigError
 from nmrun.lab.records import status, sweep
-from nmrun.lab.runs import locks
 
 Place = Callable[..., Path]
 
@@ -33,7 +31,7 @@ Place = Callable[..., Path]
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     """A run folder in ``outputs`` of the current folder, as a run leaves it; without a status, as a
-    kill leaves it.
+    kill leaves it, which was in the middle of a line.
     """
     monkeypatch.chdir(tmp_path)
 
@@ -41,27 +39,23 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
         name: str,
         state: str | None = None,
         command: str | None = "nmrun recipe=ste",
-        steps: int = 0,
+        rows: Sequence[dict[str, Any]] = (),
+        output_dir: str = "outputs",
+        config: dict[str, Any] | None = None,
         **more: Any,
     ) -> Path:
-        output_dir = more.pop("output_dir", "outputs")
         folder = Path(output_dir) / "digits" / "small_conv" / "ste" / "2of4" / name
         folder.mkdir(parents=True)
-        config = {"output_dir": output_dir, "seed": 0}
+        whole = {"output_dir": output_dir, "seed": 0, **(config or {})}
         head = f"# {command}\n" if command else ""
-        (folder / "config.yaml").write_text(head + yaml.safe_dump(config))
+        (folder / "config.yaml").write_text(head + yaml.safe_dump(whole))
         if state:
-            result = {
-                "status": state,
-                "config": config,
-                "environment": {"command": "nmrun -m all of it"},
-                **more,
-            }
+            environment = {"command": "nmrun -m all of it"}
+            result = {"status": state, "config": whole, "environment": environment, **more}
             write_result(folder, result)
-        if steps:
-            rows = "".join(json.dumps({"step": step}) + "\n" for step in range(10, steps + 1, 10))
-            # a kill in the middle of a line
-            (folder / "metrics.jsonl").write_text(rows + '{"step": 99')
+        if rows:
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (folder / "metrics.jsonl").write_text(text + '{"step": 99')
         return folder
 
     return call
@@ -75,10 +69,17 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_every_state(place, capsys):
     place("s0-a", "finished")
     place("s1-b", "finished")
-    place("s2-c", "failed", "nmrun recipe=ste seed=2", steps=30, error="step 34: the loss is nan")
+    place(
+        "s2-c",
+        "failed",
+        "nmrun recipe=ste seed=2",
+        [{"step": 30}],
+        error="step 34: the loss is nan",
+    )
     place("s3-d", "interrupted", None, signal=2)
-    killed = place("s4-e", steps=20, command="nmrun recipe=ste 'sparsity.overrides={inner.1: 1:8}'")
-    running = place("s5-f", "finished", steps=40)  # once more, with force
+    ratios = "nmrun recipe=ste 'sparsity.overrides={inner.1: 1:8}'"
+    killed = place("s4-e", None, ratios, [{"step": 20}])
+    running = place("s5-f", "finished", rows=[{"step": 40}])  # once more, with force
     begins = running.with_name("s6-g")
     begins.mkdir()
     running.with_name("s7-h").mkdir()  # nothing ever happened there
@@ -97,7 +98,7 @@ def test_every_state(place, capsys):
     ]
     assert lines[10:] == [
         f"killed: {here}/s4-e",
-        "  nmrun recipe=ste 'sparsity.overrides={inner.1: 1:8}'",
+        f"  {ratios}",
         f"interrupted: {here}/s3-d",
         "  nmrun -m all of it",
         f"failed: {here}/s2-c",
@@ -105,10 +106,8 @@ def test_every_state(place, capsys):
         "  nmrun recipe=ste seed=2",
         f"to delete what failed: rm -r {here}/s2-c",
     ]
-    assert (
-        output(capsys).splitlines()[0]
-        == "runs in outputs: 3 finished, 1 interrupted, 1 failed, 1 killed"
-    )
+    counts = "3 finished, 1 interrupted, 1 failed, 1 killed"
+    assert output(capsys).startswith(f"runs in outputs: {counts}\n")
     assert f"killed: {killed}" in output(capsys, str(killed)).splitlines()
 
 
@@ -140,24 +139,15 @@ def run_with(
     place: Place, name: str, state: str | None, rows: list[dict[str, Any]], **config: Any
 ) -> Path:
     """A run folder with the config and the rows of metrics of a real run."""
-    folder = place(name, state)
+    recipe = config.get("recipe", {"name": "ste"})
+    trainer = {"epochs": 10, "steps": config.get("steps"), "budget": None, "eval_every": 1}
     whole = {
-        "dataset": {"name": "digits"},
-        "model": {"name": "mlp"},
-        "recipe": config.get("recipe", {"name": "ste"}),
-        "sparsity": {"n": 2, "m": 4},
+        **{"dataset": {"name": "digits"}, "model": {"name": "mlp"}, "recipe": recipe},
+        **{"sparsity": {"n": 2, "m": 4}, "schedule": {"name": "constant"}, "trainer": trainer},
         "optimizer": {"name": "adam", "lr": config.get("lr", 0.001)},
-        "schedule": {"name": "constant"},
-        "trainer": {"epochs": 10, "steps": config.get("steps"), "budget": None, "eval_every": 1},
-        "track": {"name": "local"},
-        "seed": config.get("seed", 0),
-        "output_dir": "outputs",
+        **{"track": {"name": "local"}, "seed": config.get("seed", 0)},
     }
-    (folder / "config.yaml").write_text("# nmrun recipe=ste\n" + yaml.safe_dump(whole))
-    if state:
-        write_result(folder, {"status": state, "config": whole})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"st')
-    return folder
+    return place(name, state, rows=rows, config=whole)
 
 
 def test_runs_are_listed_with_their_metric_and_how_far_they_are(place, capsys):
@@ -217,8 +207,9 @@ def test_runs_of_two_data_sets_are_a_line_each_of_eighty_columns(place, capsys):
 def test_many_runs_are_a_screenful(place, capsys):
     for number in range(30):
         run_with(place, f"s{number}-a", "finished", [], seed=number)
-    assert len(output(capsys).splitlines()) <= 24
-    assert "nmrun status --all outputs" in output(capsys).splitlines()[-1]
+    few = output(capsys).splitlines()
+    assert len(few) <= 24
+    assert "nmrun status --all outputs" in few[-1]
     assert len(output(capsys, "--all").splitlines()) == 33
 
 
@@ -228,12 +219,8 @@ def test_the_command_fits_the_folder_it_is_asked_from(state, place, tmp_path, mo
     home = tmp_path / "it's here"
     home.mkdir()
     monkeypatch.chdir(home)
-    place(
-        "s0-a",
-        state,
-        "nmrun recipe=ste output_dir=deep/out 'track.project=a b'",
-        output_dir="deep/out",
-    )
+    command = "nmrun recipe=ste output_dir=deep/out 'track.project=a b'"
+    place("s0-a", state, command, output_dir="deep/out")
 
     def shell():
         (run,) = status.runs(home if (home / "deep").exists() else tmp_path)
@@ -258,63 +245,36 @@ def test_the_command_fits_the_folder_it_is_asked_from(state, place, tmp_path, mo
 def test_sweeps(place, capsys, monkeypatch):
     now = 5_000_000.0
     monkeypatch.setattr(sweep.time, "time", lambda: now)
-    folders = [Path("outputs/.sweeps") / name for name in ("1-first", "2-second", "3-third")]
-    for folder, statuses in zip(
-        folders, (["finished"] * 2, ["skipped", "finished", "failed"], ["finished"]), strict=True
-    ):
-        folder.mkdir(parents=True)
-        head = {
-            "begun": now - 600,
-            "jobs": 8,
-            "command": f"nmrun -m {folder.name}",
-            "output_dir": "outputs",
-        }
-        (folder / "sweep.json").write_text(json.dumps(head))
-        jobs = [
-            {"status": one, "seconds": 120, "ended": now - 60, "overrides": []} for one in statuses
-        ]
-        (folder / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for job in jobs))
+
+    def sweep_of(name: str, *statuses: str, seconds: float = 120, ago: float = 60) -> Path:
+        folder = Path("outputs/.sweeps") / name
+        folder.mkdir(parents=True, exist_ok=True)
+        head = {"begun": now - 600, "jobs": 8, "command": f"nmrun -m {name}"}
+        (folder / "sweep.json").write_text(json.dumps(head | {"output_dir": "outputs"}))
+        common = {"seconds": seconds, "ended": now - ago, "overrides": []}
+        lines = [json.dumps({"status": status, **common}) + "\n" for status in statuses]
+        (folder / "jobs.jsonl").write_text("".join(lines))
+        return folder
+
+    first = sweep_of("1-first", "finished", "finished")
+    second = sweep_of("2-second", "skipped", "finished", "failed")
+    sweep_of("3-third", "finished")
     cut = "sweep 3-third, cut off: 1 of 8 jobs done (1 finished); 9 min"
     assert output(capsys).splitlines() == [cut, "  nmrun -m 3-third", "runs in outputs: none yet"]
     monkeypatch.chdir("outputs")
     assert output(capsys, ".").splitlines()[:2] == [cut, "  cd .. && nmrun -m 3-third"]
     monkeypatch.chdir("..")
-    with at_work(*folders[:2]):
+    with at_work(first, second):
         lines = output(capsys).splitlines()
+    counts = "3 of 8 jobs done (1 finished, 1 skipped, 1 failed)"
     assert lines == [
         "sweep 1-first, running: 2 of 8 jobs done (2 finished); 10 min so far, 12 min left",
-        "sweep 2-second, running: 3 of 8 jobs done (1 finished, 1 skipped, 1 failed); 10 min so far, 10 min left",
+        f"sweep 2-second, running: {counts}; 10 min so far, 10 min left",
         "runs in outputs: none yet",
     ]
-    done = [{"status": "finished", "seconds": 1, "ended": now - 540, "overrides": []}] * 8
-    (folders[2] / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for job in done))
-    assert (
-        output(capsys).splitlines()[0]
-        == "sweep 3-third, ended: 8 of 8 jobs done (8 finished); 1 min"
-    )
-
-
-@pytest.mark.parametrize(
-    ("state", "counted"), [("failed", "1 failed"), (None, "1 killed"), ("running", "1 running")]
-)
-def test_a_run_that_a_sweep_left_to_another_process(state, counted, place, capsys):
-    """It runs as long as the other does, whether the sweep has ended or not."""
-    run = place("s0-a", None if state == "running" else state)
-    folder = Path("outputs/.sweeps/1-shared")
-    folder.mkdir(parents=True)
-    sweep.begin(folder, 1, "nmrun -m recipe=ste", "outputs")
-    sweep.add(folder, {"status": "running", "folder": str(run)}, ["recipe=ste"], 1.0, 1)
-    with at_work(*[run] * (state == "running")):
-        (line,) = output(capsys).splitlines()[:1]
-    assert line.startswith(f"sweep 1-shared, ended: 1 of 1 jobs done ({counted}); ")
-
-
-def test_asking_is_not_in_the_way(place, capsys):
-    folder = place("s0-a")
-    (folder / locks.NAME).touch()  # as a killed run leaves it
-    output(capsys)
-    with locks.hold(folder) as ours:
-        assert ours
+    sweep_of("3-third", *["finished"] * 8, seconds=1, ago=540)
+    whole = "sweep 3-third, ended: 8 of 8 jobs done (8 finished); 1 min\n"
+    assert output(capsys).startswith(whole)
 
 
 def test_names_of_folders_send_a_terminal_no_commands(place, capsys):
@@ -335,19 +295,15 @@ def test_a_run_folder_that_stands_alone(place, capsys):
 
 @pytest.mark.slow
 def test_a_sweep_is_watched_killed_and_repeated(tmp_path, nmrun_cli):
-    words = "-m recipe=ste optimizer.lr=1e25,1e-3 seed=0,3 zip=optimizer.lr,seed trainer.limit_batches=1 trainer.epochs=3000 track=local"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "nmrun", *words.split()], cwd=tmp_path, stdout=subprocess.DEVNULL
-    )
-    deadline = time.time() + 60
-    while time.time() < deadline and not list(
-        tmp_path.glob("outputs/digits/*/*/*/s3-*/checkpoint.pt")
-    ):
-        assert process.poll() is None
-        time.sleep(0.05)
-    watched = nmrun_cli("status").stdout.splitlines()
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    swept = "recipe=ste optimizer.lr=1e25,1e-3 seed=0,3 zip=optimizer.lr,seed"
+    words = f"-m {swept} trainer.limit_batches=1 trainer.epochs=3000 track=local"
+    command = [sys.executable, "-m", "nmrun", *words.split()]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
+        while not list(tmp_path.glob("outputs/digits/*/*/*/s3-*/checkpoint.pt")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        watched = nmrun_cli("status").stdout.splitlines()
+        process.kill()
     assert "running: 1 of 2 jobs done (1 failed); " in watched[0]
     assert watched[0].endswith(" left")
     assert watched[1] == "runs in outputs: 1 running, 1 failed"
@@ -357,34 +313,14 @@ def test_a_sweep_is_watched_killed_and_repeated(tmp_path, nmrun_cli):
     assert (done.returncode, done.stderr, lines[-1]) == (0, "", "False")
     assert "cut off: 1 of 2 jobs done (1 failed)" in lines[0]
     assert lines[1:3] == [f"  nmrun {words}", "runs in outputs: 1 failed, 1 killed"]
-    (failed,) = [i for i, line in enumerate(lines) if line.startswith("failed:")]
-    assert "loss is nan" in lines[failed + 1]
-    (killed,) = [i for i, line in enumerate(lines) if line.startswith("killed:")]
-    repeat = shlex.split(lines[killed + 1])
+    after = {line.partition(":")[0]: lines[number + 1] for number, line in enumerate(lines[:-1])}
+    assert "loss is nan" in after["failed"]
+    repeat = shlex.split(after["killed"])
     assert repeat[0] == "nmrun"
-    planned = nmrun_cli(*repeat[1:], "dry=true")
-    assert planned.returncode == 0
-    folder = tmp_path / lines[killed].partition(": ")[2]
-    saved = (folder / "checkpoint.pt").stat().st_mtime_ns
-    again = subprocess.Popen(  # it goes on in the same folder
-        [sys.executable, "-m", "nmrun", *repeat[1:]],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    for line in again.stdout:
-        if "goes on at step" in line:
-            break
-    else:
-        pytest.fail("it began again")
-    # until it trains: before, a shell's background job ignores the signal
-    while (folder / "checkpoint.pt").stat().st_mtime_ns == saved:
-        assert again.poll() is None
-        time.sleep(0.05)
-    again.send_signal(signal.SIGINT)
-    again.communicate()
-    assert result_of(folder)["status"] == "interrupted"
-    assert "runs in outputs: 1 interrupted, 1 failed" in nmrun_cli("status").stdout
+    again = nmrun_cli(*repeat[1:], "dry=true")
+    assert again.returncode == 0
+    (killed,) = tmp_path.glob("outputs/digits/*/*/*/s3-*")
+    assert str(killed.relative_to(tmp_path)) in "\n".join(lines)
 
 
 def test_a_command_that_cannot_be_read_is_told_as_it_stands(place, capsys):

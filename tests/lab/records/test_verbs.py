@@ -80,10 +80,6 @@ def test_help_stands_anywhere(capsys):
             verb(*line.split())
         assert stop.value.code == 0
         assert f"usage: nmrun {what} [" in capsys.readouterr().out
-    for words, text in (
-        (("--help",), "== Groups and their options =="),
-        (("--hel",), "== Groups and their options =="),
-        (("recipe=sr_ste", "-h"), "== Groups and their options =="),
-    ):
+    for words in (("--help",), ("--hel",), ("recipe=sr_ste", "-h")):
         assert verb(*words) == 0
-        assert text in capsys.readouterr().out
+        assert "== Groups and their options ==" in capsys.readouterr().out

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,16 @@ def test_without_locks_of_the_file_system(number, tmp_path, temporary, monkeypat
         assert (ours, again, locks.is_locked(tmp_path)) == (True, False, True)
     assert not locks.is_locked(tmp_path)
     assert [*tmp_path.iterdir(), *temporary.iterdir()] == []
+
+
+def test_asking_for_a_lock_keeps_nobody_from_it(tmp_path):
+    assert not locks.is_locked(tmp_path / "nowhere")
+    asking = os.open(tmp_path / locks.NAME, os.O_RDWR | os.O_CREAT)  # as is_locked() does
+    fcntl.flock(asking, fcntl.LOCK_SH)
+    assert not locks.is_locked(tmp_path)
+    threading.Timer(0.03, os.close, [asking]).start()
+    with locks.hold(tmp_path) as ours:
+        assert ours
 
 
 def test_one_who_waits_while_the_folder_is_deleted(tmp_path, monkeypatch):

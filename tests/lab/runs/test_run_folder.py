@@ -125,29 +125,22 @@ def test_a_config_that_is_no_yaml_is_none(value, tmp_path):
     assert RunFolder(tmp_path).begun == {}
 
 
-def test_a_run_in_the_folder_of_another(folder):
-    other = folder.rename(folder.with_name("s1-aaaaaaaaaa"))
-    there = RunFolder(other)
-    assert (there.result, there.is_of_another) == ({}, True)
-    assert there.broken() == {"result.json": "it is of another run, whose id is 0123456789"}
-    renamed = other.rename(other.with_name("my best run"))  # a name that says nothing
-    assert RunFolder(renamed).finished() is not None
-
-
-def test_links_to_runs(folder, monkeypatch):
+def test_a_run_answers_under_its_own_id_alone(folder, monkeypatch):
     for name in ("best", "s1-0123456789"):
         link = folder.with_name(name)
         link.symlink_to(folder)
         assert RunFolder(link).finished() is not None
-    link = folder.with_name("s0-aaaaaaaaaa")  # a run answers under its own id only
-    link.symlink_to(folder)
-    assert (RunFolder(link).result, RunFolder(link).is_of_another) == ({}, True)
-    other = folder.rename(folder.with_name("s2-bbbbbbbbbb"))
-    link = folder.with_name("another")
-    link.symlink_to(other)
-    assert RunFolder(link).is_of_another
-    monkeypatch.chdir(other)
-    assert RunFolder(".").is_of_another
+    folder.with_name("s0-aaaaaaaaaa").symlink_to(folder)
+    other = RunFolder(folder.with_name("s0-aaaaaaaaaa"))
+    assert (other.result, other.is_of_another) == ({}, True)
+    assert other.broken() == {"result.json": "it is of another run, whose id is 0123456789"}
+    moved = folder.rename(folder.with_name("s2-bbbbbbbbbb"))
+    (link := folder.with_name("another")).symlink_to(moved)
+    monkeypatch.chdir(moved)
+    for place in (moved, link, "."):
+        assert RunFolder(place).is_of_another
+    renamed = moved.rename(moved.with_name("my best run"))  # a name that says nothing
+    assert RunFolder(renamed).finished() is not None
 
 
 def test_weights_that_came_later_are_not_the_runs(folder):
@@ -174,45 +167,64 @@ def laughs(folder: Path) -> None:
     (folder / "result.json").unlink()
 
 
-# what somebody else may have put there: no reader waits, or stumbles
-ODD: dict[str, Callable[[Path], object]] = {
-    "a pipe": lambda f: [(f / "result.json").unlink(), os.mkfifo(f / "result.json")],
-    "a pipe as config": lambda f: [
-        *[(f / name).unlink() for name in ("config.yaml", "result.json")],
-        os.mkfifo(f / "config.yaml"),
-    ],
-    "a device": lambda f: [
-        (f / "result.json").unlink(),
-        (f / "result.json").symlink_to("/dev/zero"),
-    ],
-    "a list of a device": lambda f: resealed(f, files={"/dev/zero": {"bytes": 0, "sha256": ""}}),
-    "weights on a device": lambda f: [
-        (f / "model.safetensors").unlink(),
-        (f / "model.safetensors").symlink_to("/dev/zero"),
-        resealed(f, files={"model.safetensors": {"bytes": 0, "sha256": ""}}),
-    ],
-    "nested a little": lambda f: (f / "result.json").write_text(deep(100)),
-    "nested": lambda f: (f / "result.json").write_text(deep(100_000)),
+def replaced(folder: Path, name: str, by: Callable[[Path], object]) -> None:
+    (folder / name).unlink()
+    by(folder / name)
+
+
+def device(place: Path) -> None:
+    place.symlink_to("/dev/zero")
+
+
+def weights_of_a_device(folder: Path) -> None:
+    replaced(folder, "model.safetensors", device)
+    resealed(folder, files={"model.safetensors": {"bytes": 0, "sha256": ""}})
+
+
+def pipe_as_config(folder: Path) -> None:
+    (folder / "result.json").unlink()
+    replaced(folder, "config.yaml", os.mkfifo)
+
+
+def alias_of_itself(folder: Path) -> None:
+    (folder / "result.json").unlink()
+    (folder / "config.yaml").write_text("sparsity: &a {n: *a}")
+
+
+# what somebody else may have put there, where no reader waits, or stumbles: a text for the result,
+# values in it, and others
+Odd = str | dict[str, Any] | Callable[[Path], None]
+ODD: dict[str, Odd] = {
+    "a list": "[]",
+    "a number": "1" * 10_000,
+    "no status": "{}",
+    "nested a little": deep(100),
+    "nested": deep(100_000),
+    "a list of a device": {"files": {"/dev/zero": {"bytes": 0, "sha256": ""}}},
+    "a list for a status": {"status": ["finished"]},
+    "a list for the command": {"environment": {"command": []}},
+    "a text for a metric": {"metrics": {"final": {"a": "x"}, "best": {}}},
+    "no metrics": {"metrics": {}},
+    "a place with a zero": {"config": RESULT["config"] | {"output_dir": "a\0b"}},
+    "a dictionary for a seed": {"config": RESULT["config"] | {"seed": {}}},
+    "a list for a name": {"config": RESULT["config"] | {"model": {"name": []}}},
+    "half a character": {"status": "failed", "error": "\ud800"},
+    "a pipe": lambda folder: replaced(folder, "result.json", os.mkfifo),
+    "a pipe as config": pipe_as_config,
+    "a device": lambda folder: replaced(folder, "result.json", device),
+    "weights of a device": weights_of_a_device,
     "aliases": laughs,
-    "an alias of itself": lambda f: [
-        (f / "result.json").unlink(),
-        (f / "config.yaml").write_text("sparsity: &a {n: *a}"),
-    ],
-    "a list": lambda f: (f / "result.json").write_text("[]"),
-    "a number": lambda f: (f / "result.json").write_text("1" * 10_000),
-    "no status": lambda f: (f / "result.json").write_text("{}"),
-    "a list for a status": lambda f: resealed(f, status=["finished"]),
-    "a text for the environment": lambda f: resealed(f, environment="x"),
-    "a list for the command": lambda f: resealed(f, environment={"command": []}),
-    "a text for a metric": lambda f: resealed(f, metrics={"final": {"a": "x"}, "best": {}}),
-    "a text for the seconds": lambda f: resealed(f, seconds="x"),
-    "no metrics": lambda f: resealed(f, metrics={}),
-    "no place": lambda f: resealed(f, config=RESULT["config"] | {"output_dir": None}),
-    "a place with a zero": lambda f: resealed(f, config=RESULT["config"] | {"output_dir": "a\0b"}),
-    "a dictionary for a seed": lambda f: resealed(f, config=RESULT["config"] | {"seed": {}}),
-    "a list for a name": lambda f: resealed(f, config=RESULT["config"] | {"model": {"name": []}}),
-    "half a character": lambda f: resealed(f, status="failed", error="\ud800"),
+    "an alias of itself": alias_of_itself,
 }
+
+
+def put(odd: Odd, folder: Path) -> None:
+    if isinstance(odd, str):
+        (folder / "result.json").write_text(odd)
+    elif isinstance(odd, dict):
+        resealed(folder, **odd)
+    else:
+        odd(folder)
 
 
 LOOKS, WORKS = (
@@ -227,7 +239,7 @@ def test_odd_files(kind, verbs, folder, tmp_path, capsys, monkeypatch):
     from verbs import verb
 
     monkeypatch.setattr(documents, "MOST_VALUES", 10_000)  # a copy of a million takes seconds
-    ODD[kind](folder)
+    put(ODD[kind], folder)
     place = tmp_path / "out" / "digits" / "mlp" / "ste" / "2of4" / folder.name
     place.parent.mkdir(parents=True)
     folder.rename(place)

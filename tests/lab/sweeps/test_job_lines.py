@@ -16,7 +16,7 @@ import yaml
 from nmrun.lab import output
 from nmrun.lab.records import sweep
 from nmrun.lab.sweeps import workers
-from nmrun.lab.sweeps.workers import JobLines
+from nmrun.lab.sweeps.workers import Sweeper
 
 SWEEPS = [["recipe=step,sr_ste", "seed=0,1", "sparsity=2:4", "trainer.epochs=12"]]
 RUN = {"status": "finished", "metric": "accuracy"}
@@ -80,14 +80,14 @@ def test_the_record_says_who_is_at_work(folder):
 
 
 def test_a_line_for_each_job_that_has_ended(folder, capsys):
-    with JobLines(folder, lambda: None):
+    with Sweeper(folder, waits=False):
         pass
     assert capsys.readouterr().out.splitlines() == lines_of(folder)
 
 
 def test_a_signal_is_told_once(folder, capsys):
     sweep.note_signal(folder, signal.SIGTERM)
-    with JobLines(folder, lambda: None):  # looks as it begins and as it ends
+    with Sweeper(folder, waits=False):
         pass
     *ends, told = capsys.readouterr().out.splitlines()
     assert ends == lines_of(folder)
@@ -95,14 +95,16 @@ def test_a_signal_is_told_once(folder, capsys):
 
 
 def test_a_reader_who_leaves_ends_the_sweep(folder, monkeypatch):
+    ended: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *about: ended.append(about))
     reading, writing = os.pipe()
     os.close(reading)
-    left: list[bool] = []
     with os.fdopen(writing, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
-        with output.ends_quietly(), JobLines(folder, lambda: left.append(True)):
+        with output.ends_quietly(), Sweeper(folder, waits=False) as sweeper:
             pass
-    assert left == [True]
+    assert sweeper.caught == sweep.read(folder).signal == signal.SIGPIPE
+    assert ended == [(os.getpid(), signal.SIGTERM)]
 
 
 def test_what_a_job_says_goes_to_its_log(tmp_path, capfd):

@@ -274,7 +274,7 @@ def write(weight: Tensor, out: Tensor) -> None:
     import triton
 
     from nmrun.fast.gpu.kernels import triton_compression
-    from nmrun.kernels.triton_launches import DTYPES, on
+    from nmrun.kernels.triton_groups import DTYPES, on
 
     rows, columns = weight.shape
     transposed = not weight.is_contiguous()
