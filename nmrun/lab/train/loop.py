@@ -20,20 +20,16 @@ from nmrun.lab.keys.config import Config
 from nmrun.lab.signals import Signals
 from nmrun.lab.train import checkpoint
 from nmrun.lab.train.build import Parts
-from nmrun.lab.train.console import Console, RunProgress
-from nmrun.lab.train.steps import (
-    TrainingSteps,
-    is_finite,
-    log_interval,
-    synchronize,
-)
+from nmrun.lab.train.console import Console, facts, where
+from nmrun.lab.train.steps import TrainingSteps, is_finite, log_interval, synchronize
 from nmrun.lab.train.track import Tracker
 from nmrun.lab.train.weights import Average
 from nmrun.recipes.base import Event
 from nmrun.sparsity.metrics import layer_metrics
 
-# what a checkpoint keeps of a loop's attributes
+# what a checkpoint keeps of the attributes of a loop and of its evaluations
 FIELDS = ("row", "events", "seconds", "training_seconds")
+EVALUATED = ("best", "best_weights", "candidates", "since_best", "last")
 
 
 class Due(NamedTuple):
@@ -69,7 +65,6 @@ class Evaluation:
         self.best_weights: dict[str, Tensor] = {}
         self.candidates = self.since_best = 0
         self.last: dict[str, float] = {}
-        self.improved = False
 
     def row(self, epoch: int, signals: Signals) -> dict[str, float] | None:
         """Evaluate on the validation split, and keep the weights if they are the best so far.
@@ -100,12 +95,10 @@ class Evaluation:
             sparse &= self.trainer.evaluate != "dense"  # what is saved was not evaluated
         activations = self.parts.activations
         as_in_the_end = activations.sparse == activations.ends_sparse
-        self.improved = False
         if as_in_the_end and (sparse or not self.handle.sparse):
             self.candidates += 1
-            self.improved = self._is_best(row)
             self.since_best += 1
-            if self.improved:
+            if self._is_best(row):
                 self.since_best = 0
                 scores = {key: value for key, value in row.items() if key.startswith("eval/")}
                 self.best = {**scores, "epoch": epoch, "step": self.steps.step}
@@ -157,20 +150,11 @@ class Evaluation:
             raise RunError(self.steps.not_finite(self.steps.step, what))
         return {f"{name}/{prefix}{key}": value for key, value in metrics.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "best": self.best,
-            "best_weights": self.best_weights,
-            "candidates": self.candidates,
-            "since_best": self.since_best,
-            "last": self.last,
-        }
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`; weights may be whole or this rank's parts."""
-        self.best, self.candidates = state["best"], state["candidates"]
-        self.since_best, self.last = state["since_best"], state["last"]
-        best = self.strategy.distribute(state["best_weights"])
+        """Restore :data:`EVALUATED`; weights may be whole or this rank's parts."""
+        for name in EVALUATED:
+            setattr(self, name, state[name])
+        best = self.strategy.distribute(self.best_weights)
         self.best_weights = {name: tensor.to("cpu") for name, tensor in best.items()}
 
 
@@ -200,7 +184,7 @@ class Loop:
         self.events = [event.record for event in events]
         self.seconds, self.training_seconds = parts.seconds, 0.0
         self.clock = checkpoint.CheckpointClock(ranges.seconds(self.trainer.checkpoint_every))
-        self.progress = RunProgress(self.steps)
+        self.logged: dict[str, float] = {}  # the last values
 
     def train(self, folder: Path, tracker: Tracker | None, signals: Signals) -> bool:
         """Train to the last step, or until ``trainer.patience`` ends or there is a signal, on any
@@ -212,25 +196,24 @@ class Loop:
         earlier, began = self.seconds, time.perf_counter()
         begun = self.steps.step
         self._open_window()
-        self.progress.begin()
         self.clock.begin()
         self.model.train()
         while self._goes_on or self.row is not None:
             due = self._due(self.steps.step if self.row is None else self.steps.step - 1)
             row = self._step_row(due, self.steps.step > begun) if self.row is None else self.row
             evaluated = self.evaluation.row(due.epoch + 1, signals) if due.evaluate else {}
-            put_off = evaluated is None
-            self.row = row if put_off else None
-            row = {**row, **(evaluated or {})}
-            if row and not put_off:
+            self.row = row if evaluated is None else None
+            row |= evaluated or {}
+            if row and self.row is None:
                 if tracker is not None:
                     tracker.log({"step": self.steps.step, "epoch": due.epoch + 1, **row})
-                self.progress.row |= row
-            if due.evaluate and not put_off:
-                improved = self.evaluation.improved
-                line = self.progress.epoch(best=improved)
-                self.console.detail(f"  {line}", style="green" if improved else "")
-            self.console.progress(self.progress.bar)
+                self.logged |= row
+            if evaluated:
+                self._say_evaluation()
+            if self.console.due():
+                figures = "  ".join(facts(self.logged, self.task.metric))
+                done = self.steps.step, self.parts.total_steps
+                self.console.draw(where(self.steps).rstrip(), *done, figures)
             if self.steps.step < self.parts.total_steps and not self.evaluation.is_patient:
                 self._say_early()
 
@@ -239,7 +222,7 @@ class Loop:
             caught, timely = ranks.each_of_any(
                 signals.caught is not None, ranks.leads() and self.clock.due()
             )
-            stop = put_off or caught
+            stop = caught or self.row is not None
             if save := due.save or timely or stop or not self._goes_on:
                 self._save(folder, tracker)
             if stop:
@@ -252,6 +235,13 @@ class Loop:
     @property
     def _goes_on(self) -> bool:
         return self.steps.step < self.parts.total_steps and self.evaluation.is_patient
+
+    def _say_evaluation(self) -> None:
+        cells = [where(self.steps), *facts(self.logged, self.task.metric, brief=True)]
+        is_best = self.evaluation.best.get("step") == self.steps.step
+        if is_best:
+            cells.append("best")
+        self.console.detail(f"  {'  '.join(cells)}", style="green" if is_best else "")
 
     def _say_early(self) -> None:
         best = self.evaluation.best
@@ -359,7 +349,8 @@ class Loop:
         """All that a resumed run needs to end with the same bits."""
         state = self.steps.state_dict()
         state["loop"] |= {name: getattr(self, name) for name in FIELDS}
-        state["loop"] |= {"checkpoint_seconds": self.clock.spent, **self.evaluation.state_dict()}
+        state["loop"] |= {name: getattr(self.evaluation, name) for name in EVALUATED}
+        state["loop"]["checkpoint_seconds"] = self.clock.spent
         return {
             **state,
             "average": self.average.state_dict(),

@@ -102,6 +102,7 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | None) -> None:
+    console.clear()
     if result["status"] == "failed":
         where = f"{folder} (run.log has the traceback)"
         console.say(f"nmrun: failed: {result['error']}\n  {where}", error=True, style="bold red")

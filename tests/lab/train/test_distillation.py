@@ -23,7 +23,8 @@ from nmrun.lab.config.schema import Config
 from nmrun.lab.models.images import SmallConvNetwork
 from nmrun.lab.tasks.base import Categorical, Task
 from nmrun.lab.train import build
-from nmrun.lab.train.distillation import Distilled, divergence, loss_of
+from nmrun.lab.train.build import Distilled, divergence
+from nmrun.lab.train.build import taught as loss_of
 from nmrun.lab.train.steps import TrainingSteps
 
 

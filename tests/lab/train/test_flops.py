@@ -76,7 +76,7 @@ def test_a_linear_layer():
     cost, recipe = counted(model, (16,), exclude=["0"])
     assert cost.forward == first + middle + second
     assert cost.backward == first + 2 * middle + 2 * second
-    assert cost.forward_sparse == cost.forward_hardware == first + (middle + second) / 2
+    assert cost.inference() == cost.inference(hardware=True) == first + (middle + second) / 2
     dense = first * 2 + middle * 3 + second * 3
     assert cost.dense == dense
     assert cost.training(recipe) == dense - (middle + second) / 2 * 2  # forward and input gradient
@@ -95,7 +95,7 @@ def test_a_convolution():
     assert cost.backward == first + 2 * second
     assert cost.training(recipe) == (2 * first + 3 * second) / 4
     assert cost.training(recipe, hardware=True) == first / 2 + first + second / 2 + 2 * second
-    assert (cost.forward_sparse, cost.forward_hardware) == (
+    assert (cost.inference(), cost.inference(hardware=True)) == (
         (first + second) / 4,
         (first + second) / 2,
     )
@@ -121,7 +121,7 @@ def test_attention():
     cost, _ = counted(Attention(), (8, 16))
     assert cost.forward == layer + scores + mixture
     assert cost.backward == layer + 2 * (scores + mixture)
-    assert cost.forward_sparse == layer / 2 + scores + mixture
+    assert cost.inference() == layer / 2 + scores + mixture
 
 
 class Recurrent(nn.Module):
@@ -143,7 +143,7 @@ def test_an_lstm():
     cost, recipe = counted(Recurrent(), (5, 8))
     assert cost.forward == 2 * 5 * product
     assert cost.backward == (5 + 5 + 4) * product
-    assert cost.forward_sparse == cost.forward / 2
+    assert cost.inference() == cost.forward / 2
     assert cost.dense - cost.training(recipe) == (10 + 4) * product / 2
 
 
@@ -282,8 +282,8 @@ def test_pruned_activations(pattern, share, hardware):
     assert cost.dense == 6 * ONE + 5 * AROUND  # the model's input has no gradient
     assert cost.training(recipe) == 5 * AROUND + (1 + 5 * share) * ONE
     assert cost.training(recipe, hardware=True) == 5 * AROUND + (4 + 2 * hardware) * ONE
-    assert cost.forward_sparse == 2 * AROUND + (1 + share) * ONE
-    assert cost.forward_hardware == 2 * AROUND + (1 + hardware) * ONE
+    assert cost.inference() == 2 * AROUND + (1 + share) * ONE
+    assert cost.inference(hardware=True) == 2 * AROUND + (1 + hardware) * ONE
 
 
 def test_the_multiplications_that_are_left_one_by_one():
@@ -313,10 +313,10 @@ def test_pruned_activations_beside_sparse_weights():
     _, recipe, cost = feed_forward("2:4", "ste", "1:4")
     forward, backward = 1 / 4 + 1 / 8, (1 / 8 + 1 / 2) + (1 / 8 + 1 / 2)
     assert cost.training(recipe) == 5 * AROUND + (forward + backward) * ONE
-    assert cost.forward_sparse == 2 * AROUND + forward * ONE
+    assert cost.inference() == 2 * AROUND + forward * ONE
     # of a product's two sparse operands one counts: X V^T by V, Y by either, dX by dB
     assert cost.training(recipe, hardware=True) == 5 * AROUND + (3 / 2 + 3) * ONE
-    assert cost.forward_hardware == 2 * AROUND + ONE
+    assert cost.inference(hardware=True) == 2 * AROUND + ONE
 
 
 def test_masked_gradients_of_sparse_weights_beside_pruned_activations():
@@ -330,12 +330,12 @@ def test_dense_shares_of_pruned_activations_cost_what_dense_steps_do():
     by_hand = [cost.dense, *[pruned] * 5, *[cost.dense] * 4]
     assert [cost.training(recipe, step) for step in range(10)] == by_hand
     assert cost.planned(recipe, 10) == pytest.approx(sum(by_hand) / 10)
-    assert cost.forward_sparse == cost.forward_hardware == cost.forward
+    assert cost.inference() == cost.inference(hardware=True) == cost.forward
     for step, expected in enumerate(by_hand):
         cost.activations.at(step)
         assert cost.training(recipe) == expected
     *_, early = feed_forward("2:4", total_steps=10, dense_start=0.9)
-    assert early.forward_sparse == 2 * AROUND + 1.5 * ONE
+    assert early.inference() == 2 * AROUND + 1.5 * ONE
 
 
 def test_a_layer_between_two_activations_feeds_and_reads():
