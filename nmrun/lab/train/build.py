@@ -371,7 +371,7 @@ def taught(config: Config, task: Task, model: nn.Module) -> Distilled:
         )
     teacher = copy.deepcopy(model).eval().requires_grad_(False)
     if trainer.distill != START:
-        weights.load(teacher, trainer.distill, setting)
-        weights.check_alike(config, trainer.distill, setting, ("heads", "activation", "pooling"))
+        alike = ("heads", "activation", "pooling")
+        weights.load(teacher, config, trainer.distill, setting, alike)
         SparseActivations(teacher, activations_of(weights_in(trainer.distill)[0].config))
     return Distilled(task, teacher, trainer.distill_weight, trainer.distill_temperature)

@@ -142,9 +142,9 @@ def _display() -> Any:
 
 def where(steps: TrainingSteps) -> str:
     """Where a run is: ``epoch  3/12  dense``, with the step where evaluations are within epochs."""
-    parts, batches, total = steps.parts, steps.parts.task.batches_per_epoch, steps.parts.total_steps
-    epochs = str(-(-total // batches))
-    cells = [f"epoch {max(-(-steps.step // batches), 1):{len(epochs)}}/{epochs}"]
+    parts, total = steps.parts, steps.parts.total_steps
+    epochs = str(-(-total // parts.task.batches_per_epoch))
+    cells = [f"epoch {steps.epoch:{len(epochs)}}/{epochs}"]
     if ranges.steps(steps.trainer.eval_every):
         cells.append(f"step {steps.step:{len(str(total))}}/{total}")
     if parts.handle.sparse:
@@ -218,18 +218,19 @@ def plan_lines(config: Config, parts: Parts) -> list[str]:
         weight.dense.numel() * (1 - weight.pattern.density) for weight in handle.sparse
     )
     cost = parts.cost
+    inference = (cost.forward, cost.inference(), cost.inference(hardware=True))
+    costs = [("an inference", inference), ("the training", planned_flops(parts))]
     if handle.sparse or activations.pattern is not None:
         lines.append(f"  density {nonzeros / total:.1%} of {total:,} parameters")
-        item_flops = (cost.forward, cost.inference(), cost.inference(hardware=True))
-        for what, flops in (("an inference", item_flops), ("the training", planned_flops(parts))):
+        for what, flops in costs:
             dense, arithmetic, hardware = map(_short, flops)
             lines.append(
                 f"  FLOPs of {what}: {dense} dense, {arithmetic} sparse, {hardware} on 2:4 tensor cores"
             )
     else:
         lines.append(f"  {total:,} parameters")
-        inference, whole = _short(cost.forward), _short(planned_flops(parts)[0])
-        lines.append(f"  FLOPs of an inference: {inference}; of the training: {whole}")
+        dense_costs = "; of ".join(f"{what}: {_short(flops[0])}" for what, flops in costs)
+        lines.append(f"  FLOPs of {dense_costs}")
     return lines
 
 

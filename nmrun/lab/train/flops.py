@@ -26,8 +26,9 @@ from nmrun.step.activations import SparseActivations
 TILE = 16  # rows of the smallest product of a tensor core
 
 
-class Densities(NamedTuple):
-    """What the three products of a layer cost in a training step, as shares of the dense ones."""
+class Products(NamedTuple):
+    """A number for each of the three products of a layer in a training step: its FLOPs for one item,
+    or their share in the dense ones."""
 
     forward: float = 1.0
     input_gradient: float = 1.0
@@ -69,7 +70,7 @@ def hardware_density(pattern: Pattern) -> float:
 
 def densities(
     recipe: Recipe, weight: SparseWeight, step: int | None = None, hardware: bool = False
-) -> Densities:
+) -> Products:
     """What the products of a sparse layer cost at a planned step, counted from 0; None: at the next
     one.
 
@@ -79,20 +80,20 @@ def densities(
     input's, which sums over the outputs, unless its weight is N:M along those too.
     """
     if recipe.dense_forward if step is None else recipe.planned_dense(step):
-        return Densities()
+        return Products()
     with recipe.at(recipe.step if step is None else step):
         rule = recipe.rule(weight)
         if rule.pruned_weight_factor or (
             step is None and not recipe.is_sparse and rule.pattern is None
         ):
-            return Densities()
+            return Products()
     pattern = rule.pattern or weight.pattern
     if hardware:
         halved = weight_density(pattern)
         again = recipe.transposable or _has_other_input_gradient(weight)
-        return Densities(halved, weight_density(pattern.by_rows) if again else 1.0)
+        return Products(halved, weight_density(pattern.by_rows) if again else 1.0)
     masked = rule.pruned_gradient_factor == 0
-    return Densities(pattern.density, pattern.density, pattern.density if masked else 1.0)
+    return Products(pattern.density, pattern.density, pattern.density if masked else 1.0)
 
 
 def _has_other_input_gradient(weight: SparseWeight) -> bool:
@@ -107,17 +108,6 @@ COMPUTED = 1_000_000
 PLANNED = 10_000
 
 
-class Products(NamedTuple):
-    """Dense FLOPs of the three products of layers, for one item."""
-
-    forward: float
-    input_gradient: float
-    weight_gradient: float
-
-    def saved(self, densities: Densities) -> float:
-        return sum(flops * (1.0 - share) for flops, share in zip(self, densities, strict=True))
-
-
 class LayerFlops(NamedTuple):
     """Layers with the same products. ``weight`` is one of their weights. They may feed or read
     activations that are pruned."""
@@ -127,7 +117,7 @@ class LayerFlops(NamedTuple):
     reads: bool
     products: Products
 
-    def densities(self, by_weight: Densities, pruned: Pattern | None, hardware: bool) -> Densities:
+    def densities(self, by_weight: Products, pruned: Pattern | None, hardware: bool) -> Products:
         """What the products cost by the weight, and by activations Z = m * A that are ``pruned``, by
         the equations of ``nmrun.step.activations``.
 
@@ -142,11 +132,11 @@ class LayerFlops(NamedTuple):
             share = hardware_density(pruned) if hardware else pruned.density
             others = 1.0 if hardware else share
             if self.feeds:
-                costs.append(Densities(1.0, share, others))
+                costs.append(Products(1.0, share, others))
             if self.reads:
-                costs.append(Densities(share, others, others))
+                costs.append(Products(share, others, others))
         joint = min if hardware else math.prod
-        return Densities(*map(joint, zip(*costs, by_weight, strict=True)))
+        return Products(*map(joint, zip(*costs, by_weight, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -176,10 +166,10 @@ class Flops:
         pruned = at_end.pattern if at_end is not None and at_end.ends_sparse else None
         total = self.forward
         for part in self.sparse:
-            shares = Densities()
+            shares = Products()
             if part.weight is not None:
                 pattern = part.weight.pattern
-                shares = Densities(weight_density(pattern) if hardware else pattern.density)
+                shares = Products(weight_density(pattern) if hardware else pattern.density)
             share = part.densities(shares, pruned, hardware).forward
             total -= part.products.forward * (1.0 - share)
         return total
@@ -192,10 +182,11 @@ class Flops:
             pruned = now.pattern
         saved = 0.0
         for part in self.sparse:
-            shares = Densities()
+            shares = Products()
             if part.weight is not None:
                 shares = densities(recipe, part.weight, step, hardware)
-            saved += part.products.saved(part.densities(shares, pruned, hardware))
+            shares = part.densities(shares, pruned, hardware)
+            saved += sum(p * (1.0 - share) for p, share in zip(part.products, shares, strict=True))
         return self.dense + self.teacher - saved
 
     def planned(self, recipe: Recipe, total_steps: int, hardware: bool = False) -> float:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,18 +32,6 @@ FIELDS = ("row", "events", "seconds", "training_seconds")
 EVALUATED = ("best", "best_weights", "candidates", "since_best", "last")
 
 
-class Due(NamedTuple):
-    """What follows a step. ``epoch`` and ``batch`` count from 0; the last step of a run ends its
-    epoch."""
-
-    epoch: int
-    batch: int
-    epoch_ends: bool
-    log: bool
-    evaluate: bool
-    save: bool
-
-
 class Evaluation:
     """The evaluations of one run.
 
@@ -66,7 +54,7 @@ class Evaluation:
         self.candidates = self.since_best = 0
         self.last: dict[str, float] = {}
 
-    def row(self, epoch: int, signals: Signals) -> dict[str, float] | None:
+    def row(self, signals: Signals) -> dict[str, float] | None:
         """Evaluate on the validation split, and keep the weights if they are the best so far.
 
         Returns what is logged; None, and nothing has changed, where a signal came before or meanwhile.
@@ -101,7 +89,7 @@ class Evaluation:
             if self._is_best(row):
                 self.since_best = 0
                 scores = {key: value for key, value in row.items() if key.startswith("eval/")}
-                self.best = {**scores, "epoch": epoch, "step": self.steps.step}
+                self.best = {**scores, "epoch": self.steps.epoch, "step": self.steps.step}
                 self.best_weights = self.strategy.final_state_dict()
         return row
 
@@ -175,15 +163,19 @@ class Loop:
         self.trainer, self.strategy = config.trainer, self.steps.strategy
         self.console, self.id = console, run_id
         self.acceleration = as_data({str(c.shape): c.times for c in parts.accelerated if c.times})
+        batches, every = self.task.batches_per_epoch, self.trainer.checkpoint_every
+        eval_steps = ranges.steps(self.trainer.eval_every)
+        # in steps
         self.log_every = log_interval(self.trainer.log_every, self.parts.total_steps)
-        self.epochs = -(-self.parts.total_steps // self.task.batches_per_epoch)
+        self.eval_every = eval_steps or batches * int(self.trainer.eval_every)
+        self.save_every = batches * every if isinstance(every, int) else batches
         self.row: dict[str, float] | None = None
         self.evaluation = Evaluation(self.steps, console)
         self.average = Average(self.model, self.handle, self.trainer.average)
         events = [*(Event(0, text) for text in parts.events), *self.handle.pop_events()]
         self.events = [event.record for event in events]
         self.seconds, self.training_seconds = parts.seconds, 0.0
-        self.clock = checkpoint.CheckpointClock(ranges.seconds(self.trainer.checkpoint_every))
+        self.clock = checkpoint.CheckpointClock(ranges.seconds(every))
         self.logged: dict[str, float] = {}  # the last values
 
     def train(self, folder: Path, tracker: Tracker | None, signals: Signals) -> bool:
@@ -199,22 +191,21 @@ class Loop:
         self.clock.begin()
         self.model.train()
         while self._goes_on or self.row is not None:
-            due = self._due(self.steps.step if self.row is None else self.steps.step - 1)
-            row = self._step_row(due, self.steps.step > begun) if self.row is None else self.row
-            evaluated = self.evaluation.row(due.epoch + 1, signals) if due.evaluate else {}
+            row = self._step_row(self.steps.step > begun) if self.row is None else self.row
+            step, evaluates = self.steps.step, self._is_due(self.eval_every)
+            evaluated = self.evaluation.row(signals) if evaluates else {}
             self.row = row if evaluated is None else None
             row |= evaluated or {}
             if row and self.row is None:
                 if tracker is not None:
-                    tracker.log({"step": self.steps.step, "epoch": due.epoch + 1, **row})
+                    tracker.log({"step": step, "epoch": self.steps.epoch, **row})
                 self.logged |= row
             if evaluated:
                 self._say_evaluation()
             if self.console.due():
                 figures = "  ".join(facts(self.logged, self.task.metric))
-                done = self.steps.step, self.parts.total_steps
-                self.console.draw(where(self.steps).rstrip(), *done, figures)
-            if self.steps.step < self.parts.total_steps and not self.evaluation.is_patient:
+                self.console.draw(where(self.steps), step, self.parts.total_steps, figures)
+            if step < self.parts.total_steps and not self.evaluation.is_patient:
                 self._say_early()
 
             self.seconds = earlier + time.perf_counter() - began
@@ -223,7 +214,7 @@ class Loop:
                 signals.caught is not None, ranks.leads() and self.clock.due()
             )
             stop = caught or self.row is not None
-            if save := due.save or timely or stop or not self._goes_on:
+            if save := self._is_due(self.save_every) or timely or stop or not self._goes_on:
                 self._save(folder, tracker)
             if stop:
                 return False
@@ -254,39 +245,24 @@ class Loop:
         self.events.append(event.record)
         self.console.say(f"  {event}")
 
-    def _due(self, step: int) -> Due:
-        trainer = self.trainer
-        epoch, index = divmod(step, self.task.batches_per_epoch)
-        every = trainer.checkpoint_every
-        epochs = every if isinstance(every, int) else 1
-        evaluated = ranges.steps(trainer.eval_every)
-        last = step + 1 == self.parts.total_steps
-        epoch_ends = last or index + 1 == self.task.batches_per_epoch
-        if evaluated:
-            evaluate = (step + 1) % evaluated == 0
-        else:
-            evaluate = epoch_ends and (epoch + 1) % int(trainer.eval_every) == 0
-        return Due(
-            epoch,
-            index,
-            epoch_ends,
-            log=last or (step + 1) % self.log_every == 0,
-            evaluate=last or evaluate,
-            save=last or (epoch_ends and (epoch + 1) % epochs == 0),
-        )
+    def _is_due(self, every: int, after: int = 0) -> bool:
+        """Whether the step that was made, or one ``after`` it, is the last or one of ``every``."""
+        step = self.steps.step + after
+        return step % every == 0 or step == self.parts.total_steps
 
-    def _step_row(self, due: Due, warm: bool) -> dict[str, float]:
+    def _step_row(self, warm: bool) -> dict[str, float]:
         """Make one step and return what is logged of it. The first step of a session is not
         ``warm``."""
-        began = time.perf_counter()
-        self.steps.train_step(due.epoch, due.batch, measure_flips=due.log)
-        if due.epoch_ends:
-            self.average.add(remaining=self.epochs - due.epoch - 1)
+        began, logs = time.perf_counter(), self._is_due(self.log_every, 1)
+        batches = self.task.batches_per_epoch
+        self.steps.train_step(*divmod(self.steps.step, batches), measure_flips=logs)
+        if self._is_due(batches):
+            self.average.add(-(-self.parts.total_steps // batches) - self.steps.epoch)
         for event in self.handle.pop_events():
             self.events.append(event.record)
             self.console.say(f"  {event}")
-        row = self._training_row() | self._speed() if due.log else {}
-        if due.evaluate or due.save or not warm:
+        row = self._training_row() | self._speed() if logs else {}
+        if not warm or self._is_due(self.eval_every) or self._is_due(self.save_every):
             synchronize(self.parts.device)
         if warm:
             self.training_seconds += time.perf_counter() - began

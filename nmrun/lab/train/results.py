@@ -49,12 +49,15 @@ def write(
     where it cannot be written.
     """
     described = environment(loop.parts.device if loop else torch.device("cpu"))
+    packages = {path.partition(".")[0] for path in sources.targets(config.plain).values()}
+    described |= {name: version for name in sorted(packages) if (version := version_of(name))}
     if loop:
         described["precision"] = loop.parts.precision
-    for path in sources.targets(config.plain).values():
-        package = path.partition(".")[0]
-        if version := version_of(package):
-            described[package] = version
+    if command:
+        described["command"] = command
+    steps = loop.parts.total_steps if loop else None
+    if loop and outcome["status"] == "finished":
+        steps = loop.steps.step
     result: dict[str, Any] = documents.strict(
         {
             "status": outcome["status"],
@@ -64,8 +67,8 @@ def write(
             "sparsity": {},
             "flops": loop.steps.flops_used if loop else {},
             "events": loop.events if loop else [],
-            "environment": described | ({"command": command} if command else {}),
-            "steps": _steps(outcome, loop),
+            "environment": described,
+            "steps": steps,
             "seconds": round(loop.seconds, 3) if loop else 0.0,
             "training_seconds": round(loop.training_seconds, 3) if loop else 0.0,
             "checkpoint_seconds": round(loop.clock.spent, 3) if loop else 0.0,
@@ -79,14 +82,6 @@ def write(
         what = f"result.json cannot be written: {error.strerror}"
         return {**result, "status": "failed", "error": what}
     return result
-
-
-def _steps(outcome: dict[str, Any], loop: Loop | None) -> int | None:
-    """The steps of a run: those that it made, where it has finished, else those that it plans."""
-    if loop is None:
-        return None
-    finished = outcome["status"] == "finished"
-    return loop.steps.step if finished else loop.parts.total_steps
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
@@ -222,20 +217,19 @@ def _checkout() -> tuple[str | None, bool | None]:
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None, None
+    words = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        commit, changes = (
-            subprocess.run(
-                ["git", "--no-optional-locks", "-C", str(root), *words],
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=10,
-            ).stdout.strip()
-            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-        )
+        described = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(root), *words],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None, None
-    return commit, bool(changes)
+    commit, _, dirty = described.partition("-")
+    return commit, bool(dirty)
 
 
 def _processor() -> str:

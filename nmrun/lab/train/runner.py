@@ -37,7 +37,7 @@ from nmrun.lab.train import build, checkpoint, console, results, steps
 from nmrun.lab.train.build import Parts
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
-from nmrun.lab.train.track import Tracker
+from nmrun.lab.train.track import TrackedRun, Tracker
 from nmrun.recipes.base import Event
 
 
@@ -273,8 +273,8 @@ class _Run:
         if ranks.leads():
             # a row that a signal put off is still to come, also where it was logged and then a kill came
             step = loop.steps.step - (loop.row is not None)
-            say = self.console.say
-            self.tracker = Tracker(folder, config.plain, self.id, self.sweep, step, say, rows)
+            about = TrackedRun(folder, config.plain, self.id, self.sweep)
+            self.tracker = Tracker(about, step, self.console.say, rows)
             if text := self.tracker.problem:
                 loop.events.append(Event(step, text, "log").record)
                 self.console.say(f"  {text}")

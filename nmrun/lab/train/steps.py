@@ -102,6 +102,11 @@ class TrainingSteps:
         self.updates += int(self.scaler.get_scale() >= scale)
         optimizer.zero_grad(set_to_none=True)
 
+    @property
+    def epoch(self) -> int:
+        """That of the last step, from 1; 0 before the first step."""
+        return -(-self.step // self.parts.task.batches_per_epoch)
+
     def _shares(self, epoch: int, index: int) -> list[tuple[Batch, float]]:
         """This rank's micro-batches and their shares in the batch's loss. A rank that has none
         takes part with one whose share is 0."""

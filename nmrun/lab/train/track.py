@@ -28,6 +28,8 @@ from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import FINAL, METRICS
 from nmrun.patterns import written
 
+Rows = list[dict[str, Any]]
+
 
 class Tracker:
     """One run's metrics, in ``metrics.jsonl`` and in the loggers; a resumed run goes on where its
@@ -38,16 +40,9 @@ class Tracker:
     has: their number, and a checksum of them all. ``problem`` says where rows are lost."""
 
     def __init__(
-        self,
-        folder: Path,
-        config: dict[str, Any],
-        run_id: str,
-        group: str | None,
-        step: int,
-        say: Callable[[str], None],
-        mark: list[int] | None = None,
+        self, run: TrackedRun, step: int, say: Callable[[str], None], mark: list[int] | None = None
     ) -> None:
-        self._path, self._say, self.mark = folder / METRICS, say, [0, 0]
+        self._path, self._say, self.mark = run.folder / METRICS, say, [0, 0]
         rows = documents.read_lines(self._path)[0] if step else []
         history = [row for row in rows if type(row.get("step")) is int and row["step"] <= step]
         atomic.write(self._path, "".join(map(self._line, history)))
@@ -57,13 +52,12 @@ class Tracker:
         self._file = self._path.open("a")
         self._loggers: dict[str, Logger] = {}  # by name; the thread's own
         self._to_say: list[str] = []  # what the thread leaves to the next log() or finish()
-        track = config["track"]
+        track = run.config["track"]
         names = [name for name in (track["name"], *track["also"]) if name in LOGGERS]
         # importing and starting a logger takes a second; training need not wait for it
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loggers")
-        run = TrackedRun(folder, config, run_id, group, history, self._to_say.append)
         for name in dict.fromkeys(names):
-            self._thread.submit(self._begin, name, run)
+            self._thread.submit(self._begin, name, run, history)
 
     def log(self, row: dict[str, Any]) -> None:
         """Write one row, with the ``time`` in seconds since 1970. Numbers that are not finite
@@ -101,9 +95,9 @@ class Tracker:
         while self._to_say:
             self._say(self._to_say.pop(0))
 
-    def _begin(self, name: str, run: TrackedRun) -> None:
+    def _begin(self, name: str, run: TrackedRun, history: Rows) -> None:
         with self._off_by_errors(name):
-            self._loggers[name] = LOGGERS[name](run)
+            self._loggers[name] = LOGGERS[name](run, history, self._to_say.append)
 
     def _do(self, action: Callable[[Logger], Any]) -> None:
         for name, logger in list(self._loggers.items()):
@@ -135,7 +129,8 @@ MLFLOW_WAITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RE
 class Logger(Protocol):
     title: ClassVar[str]
 
-    def __init__(self, run: TrackedRun) -> None: ...
+    def __init__(self, run: TrackedRun, history: Rows, say: Callable[[str], None]) -> None:
+        """``history`` has the rows that a resumed run had logged before."""
 
     def log(self, row: dict[str, Any]) -> None:
         """Log a row of ``metrics.jsonl``."""
@@ -146,15 +141,12 @@ class Logger(Protocol):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a logger needs to know of a run; ``history`` has the rows that a resumed run had logged
-    before."""
+    """What a logger needs to know of a run."""
 
     folder: Path
     config: dict[str, Any]
     id: str
     sweep: str | None
-    history: list[dict[str, Any]]
-    say: Callable[[str], None]
 
     @property
     def ratio(self) -> str:
@@ -176,17 +168,18 @@ class TrackedRun:
 # --- Weights & Biases: offline until somebody asks, never with a prompt -----------------------------
 
 
-class WandBLogger:
+class WandBLogger(Logger):
     """A run of W&B with the run's id. At the end ``say`` tells who has a login how to upload an
     offline run; ``track.weights`` are sent then, if the run has finished."""
 
     title = "W&B"
 
-    def __init__(self, run: TrackedRun) -> None:
-        self._about, has_key, track = run, logged_in(), run.config["track"]
-        mode = os.environ.get("WANDB_MODE") or track["mode"]
+    def __init__(self, run: TrackedRun, history: Rows, say: Callable[[str], None]) -> None:
+        self._about, self._say, track = run, say, run.config["track"]
+        has_key = logged_in()
+        mode: Any = os.environ.get("WANDB_MODE") or track["mode"]
         if mode == "online" and not has_key:
-            run.say("W&B: not logged in (wandb login), tracking offline")
+            say("W&B: not logged in (wandb login), tracking offline")
             mode = "offline"
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
@@ -199,7 +192,7 @@ class WandBLogger:
         self._run = wandb.init(
             mode=mode,
             # without resume, a run of the same id is replaced: that is force=true
-            resume="allow" if online and run.history else None,
+            resume="allow" if online and history else None,
             entity=track["entity"],
             notes=track["notes"],
             group=track["group"] or run.sweep,
@@ -211,7 +204,7 @@ class WandBLogger:
         )
         for loss in ("train/loss", "eval/loss"):
             self._run.define_metric(loss, summary="min,last")
-        for row in run.history if not online else ():
+        for row in history if not online else ():
             self.log(row)
 
     def log(self, row: dict[str, Any]) -> None:
@@ -228,7 +221,7 @@ class WandBLogger:
         self._run.finish(exit_code=exit_code)
         if self._upload_later:
             place = os.path.relpath(Path(self._run.dir).parent)
-            self._about.say(
+            self._say(
                 f"W&B: offline; wandb sync {shlex.quote(place)} uploads it; "
                 "track.mode=online uploads runs as they train"
             )
@@ -282,18 +275,18 @@ def logged_in() -> bool:
 # --- TensorBoard: event files in the run's folder --------------------------------------------------
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(Logger):
     """Event files, begun anew with the whole history of a resumed run."""
 
     title = "TensorBoard"
 
-    def __init__(self, run: TrackedRun) -> None:
+    def __init__(self, run: TrackedRun, history: Rows, say: Callable[[str], None]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run.folder / "tensorboard"
         shutil.rmtree(folder, ignore_errors=True)
         self._writer: Any = SummaryWriter(str(folder))
-        for row in run.history:
+        for row in history:
             self.log(row)
 
     def log(self, row: dict[str, Any]) -> None:
@@ -307,12 +300,12 @@ class TensorBoardLogger:
 # --- MLflow: the experiment ``track.project``, by MLFLOW_TRACKING_URI or in a file of output_dir ---
 
 
-class MLflowLogger:
+class MLflowLogger(Logger):
     """A run of MLflow; a resumed run takes up its own, which has its rows."""
 
     title = "MLflow"
 
-    def __init__(self, run: TrackedRun) -> None:
+    def __init__(self, run: TrackedRun, history: Rows, say: Callable[[str], None]) -> None:
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
@@ -329,7 +322,7 @@ class MLflowLogger:
             with contextlib.suppress(MlflowException):  # a job beside this one may have made it
                 client.create_experiment(project)
         experiment = client.get_experiment_by_name(project).experiment_id
-        if run.history:
+        if history:
             mine = f"tags.`{MLFLOW_ID}` = '{run.id}'"
             for old in client.search_runs([experiment], mine, max_results=1):
                 self._id = old.info.run_id

@@ -38,7 +38,7 @@ def test_metrics_are_of_the_weights_that_were_asked_for(mode, tmp_path):
             twin.get_parameter(weight.name).copy_(weight.dense)
         of_dense = parts.task.evaluate(twin, "val")
     assert of_sparse["loss"] != of_dense["loss"]
-    row = loop.evaluation.row(1, Signals())
+    row = loop.evaluation.row(Signals())
     expected = of_dense if mode == "dense" else of_sparse
     assert {key: row[f"eval/{key}"] for key in expected} == pytest.approx(expected)
     beside = {key.removeprefix("eval/dense/"): v for key, v in row.items() if "dense/" in key}

@@ -22,7 +22,7 @@ from nmrun.lab.config.identity import run_folder
 from nmrun.lab.tasks.base import Batch
 from nmrun.lab.train import build, flops, runner
 from nmrun.lab.train.console import Console
-from nmrun.lab.train.flops import Densities, densities, hardware_density, weight_density
+from nmrun.lab.train.flops import Products, densities, hardware_density, weight_density
 from nmrun.lab.train.loop import Loop
 from nmrun.patterns import Pattern
 from nmrun.recipes import RECIPES
@@ -355,9 +355,9 @@ def test_a_layer_between_two_activations_feeds_and_reads():
 # --- schedules ------------------------------------------------------------------------------------
 
 PATTERN = Pattern(2, 8)
-DENSE, STE, MASKED = Densities(), Densities(0.25, 0.25, 1.0), Densities(0.25, 0.25, 0.25)
+DENSE, STE, MASKED = Products(), Products(0.25, 0.25, 1.0), Products(0.25, 0.25, 0.25)
 SCHEDULES: dict[
-    str, tuple[dict[str, Any], list[tuple[int, Densities]]]
+    str, tuple[dict[str, Any], list[tuple[int, Products]]]
 ] = {  # steps of 20 in each phase
     "dense": ({}, [(20, DENSE)]),
     "ste": ({}, [(20, STE)]),
@@ -376,7 +376,7 @@ SCHEDULES: dict[
     "sdgf_geometric": ({"dense": 0.1, "final": 0.3, "frames": 2}, [(2, DENSE), (18, STE)]),
     "sdgf_stepwise": (  # 7:8, 4:8, 2:8
         {"dense": 0.1, "final": 0.3},
-        [(2, DENSE), (4, Densities(7 / 8, 7 / 8)), (4, Densities(0.5, 0.5)), (10, STE)],
+        [(2, DENSE), (4, Products(7 / 8, 7 / 8)), (4, Products(0.5, 0.5)), (10, STE)],
     ),
     "lbc": ({"t_f": 0.5}, [(10, DENSE), (10, MASKED)]),
     "maskllm": ({}, [(20, DENSE)]),
@@ -580,4 +580,3 @@ def test_schedule_and_phases_follow_the_budget(tmp_path):
     assert loop.parts.total_steps > 12
     assert loop.handle.recipe.dense_steps == round(loop.parts.total_steps / 2)
     assert loop.steps.lr_factor(loop.parts.total_steps) == 0.0
-    assert loop.epochs == -(-loop.parts.total_steps // 3)
