@@ -236,11 +236,7 @@ def _activations(config: Config, model: nn.Module, total_steps: int) -> SparseAc
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
-    return (
-        contextlib.nullcontext()
-        if precision == "fp32"
-        else torch.autocast(device.type, DTYPES[precision])
-    )
+    return torch.autocast(device.type, DTYPES.get(precision), enabled=precision in DTYPES)
 
 
 def lay_out(model: nn.Module, device: torch.device, precision: str) -> None:

@@ -131,10 +131,9 @@ def finish(folder: Path, loop: Loop) -> dict[str, Any]:
     """
     evaluation, report = loop.evaluation, loop.handle.report()
     began, metric = time.perf_counter(), f"eval/{loop.task.metric}"
-    last = evaluation.last if evaluation.last.get("step") == loop.steps.step else {}
-    validation = {key: value for key, value in last.items() if key.startswith("eval/")}
-    if loop.average.last > 1:
-        validation = {}
+    is_final = evaluation.last.get("step") == loop.steps.step and loop.average.last == 1
+    last = evaluation.last.items() if is_final else ()
+    validation = {key: value for key, value in last if key.startswith("eval/")}
     dense = evaluation.evaluate_dense("test")
     if not validation:
         dense |= evaluation.evaluate_dense("val")
@@ -147,15 +146,11 @@ def finish(folder: Path, loop: Loop) -> dict[str, Any]:
     best: dict[str, float] = dict(evaluation.best)
     if best:
         save_weights(folder / BEST, loop.strategy.gather(evaluation.best_weights))
-    final = (validation or evaluation.evaluate("val")) | evaluation.evaluate("test") | dense
+    validated, tested = validation or evaluation.evaluate("val"), evaluation.evaluate("test")
+    final = validated | tested | dense
     if not math.isfinite(final[metric]):
         raise RunError(f"the final {metric} is not finite")
     if best:
-        tested = {
-            key: value
-            for key, value in final.items()
-            if key.startswith("test/") and "/dense/" not in key
-        }
         if not validation or best["step"] != loop.steps.step:
             loop.model.load_state_dict(evaluation.best_weights)
             tested = evaluation.evaluate("test")

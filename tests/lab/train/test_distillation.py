@@ -20,7 +20,6 @@ from nmrun.errors import ConfigError
 from nmrun.lab.api.runs import Result
 from nmrun.lab.config.identity import identity, run_folder
 from nmrun.lab.config.schema import Config
-from nmrun.lab.models.images import SmallConvNetwork
 from nmrun.lab.tasks.base import Categorical, Task
 from nmrun.lab.train import build
 from nmrun.lab.train.build import Distilled, divergence
@@ -150,18 +149,6 @@ def test_accumulation_gives_the_same_loss(tmp_path, teacher):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_weight_0_is_the_run_without_a_teacher(tmp_path, teacher):
-    plain, without = (
-        config(tmp_path / "a", "recipe=sr_ste"),
-        taught(tmp_path / "b", teacher, "trainer.distill_weight=0"),
-    )
-    for cfg in (plain, without):
-        finished(cfg)
-    first, second = rows(run_folder(plain)), rows(run_folder(without))
-    for a, b in zip(first, second, strict=True):
-        assert a.get("train/loss") == b.get("train/loss")
-
-
 @pytest.mark.parametrize(
     ("recipe", "by"), [("sr_ste", "start"), ("dense", "finished"), ("step", "finished")]
 )
@@ -277,14 +264,6 @@ def test_the_teacher_computes_with_the_activations_of_its_run(dense_end, tmp_pat
         assert parts.task.evaluate(model, "val")["loss"] == pytest.approx(loss, rel=1e-8)
 
 
-def test_other_classes(tmp_path, teacher):
-    cfg = taught(tmp_path, teacher)
-    points = Points()
-    points.inputs = {"classes": 7}
-    with pytest.raises(ConfigError, match=r"head.bias is \(10,\) there and \(7,\) here"):
-        loss_of(cfg, points, SmallConvNetwork((1, 8, 8), 7, [8, 8, 8]))
-
-
 def test_a_teacher_s_place_is_no_part_of_the_id(tmp_path, teacher, monkeypatch):
     places = [shutil.copytree(teacher, tmp_path / name) for name in ("here", "start")]
     assert len({identity(taught(tmp_path, place)) for place in (teacher, *places)}) == 1
@@ -293,21 +272,6 @@ def test_a_teacher_s_place_is_no_part_of_the_id(tmp_path, teacher, monkeypatch):
     monkeypatch.chdir(tmp_path)  # "start" is no folder, even if there is one
     begins = identity(config(tmp_path, "recipe=sr_ste", "trainer.distill=start"))
     assert begins != identity(taught(tmp_path, teacher))
-
-
-def test_a_file_of_a_run_s_weights_teaches(tmp_path, teacher):
-    parts = build.build(taught(tmp_path, f"{teacher}/best.safetensors"))
-    best = load_file(Path(teacher) / "best.safetensors")
-    state = parts.loss.teacher.state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in best.items())
-
-
-def test_a_damaged_teacher(tmp_path, teacher):
-    copy = tmp_path / "copy"
-    shutil.copytree(teacher, copy)
-    (copy / "model.safetensors").write_bytes(b"no")
-    with pytest.raises(ConfigError, match="no finished run is there"):
-        build.build(taught(tmp_path, copy))
 
 
 def test_the_same_run_without_a_teacher(tmp_path):

@@ -161,17 +161,7 @@ def test_a_signal_ends_the_sweep_of_both(late, tmp_path):
     assert len(list(tmp_path.rglob("result.json"))) == 1
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        ("ValueError('a broken disk')", "ValueError: a broken disk"),
-        (
-            "torch.OutOfMemoryError('no space')",
-            "step 6: out of memory (no space). Try a larger trainer.accumulate\n",
-        ),
-    ],
-)
-def test_a_rank_that_fails_alone_ends_the_sweep(error, told, tmp_path):
+def test_a_rank_that_fails_alone_ends_the_sweep(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
         "import sys\n"
@@ -181,7 +171,7 @@ def test_a_rank_that_fails_alone_ends_the_sweep(error, told, tmp_path):
         "step = TrainingSteps.train_step\n"
         "def broken(loop, *args, **kwargs):\n"
         "    if ranks.rank() == 1 and loop.step == 5:\n"
-        f"        raise {error}\n"
+        "        raise torch.OutOfMemoryError('no space')\n"
         "    step(loop, *args, **kwargs)\n"
         "TrainingSteps.train_step = broken\n"
         "sys.exit(cli.main())\n"
@@ -189,6 +179,6 @@ def test_a_rank_that_fails_alone_ends_the_sweep(error, told, tmp_path):
     words = ["-m", *TINY, "recipe=ste", "seed=0,1", f"output_dir={tmp_path}"]
     process = preloaded.torchrun(script, *words)
     assert process.returncode == 1
-    assert told in process.stderr
+    assert "step 6: out of memory (no space). Try a larger trainer.accumulate\n" in process.stderr
     (folder,) = (path.parent for path in tmp_path.rglob("checkpoint.pt"))
     assert not list(folder.glob("*.partial"))
