@@ -12,7 +12,6 @@ from pathlib import Path
 import preloaded
 import pytest
 import torch
-import two_killed
 import two_ranks
 from played_gpu import play
 from runs import RECIPES, TINY, config, result_of, rows
@@ -30,7 +29,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("together")
-    process = preloaded.torchrun(two_ranks.__file__, folder)
+    process = preloaded.torchrun(two_ranks.__file__, "train", folder)
     assert process.returncode == 0, process.stdout + process.stderr
     return folder
 
@@ -107,12 +106,12 @@ def test_two_processes_are_killed_within_an_epoch(distributed, tmp_path):
     folders = [tmp_path / name for name in ("alone", "killed")]
     for folder in folders:
         folder.mkdir()
-    words = [two_killed.__file__, distributed]
-    assert preloaded.torchrun(*words, folders[0], 0).returncode == 0
-    assert preloaded.torchrun(*words, folders[1], 7).returncode == 1
+    words = [two_ranks.__file__, "killed"]
+    assert preloaded.torchrun(*words, folders[0], distributed, 0).returncode == 0
+    assert preloaded.torchrun(*words, folders[1], distributed, 7).returncode == 1
     (rows_of_killed,) = folders[1].rglob("metrics.jsonl")
     assert not (rows_of_killed.parent / "result.json").exists()
-    process = preloaded.torchrun(*words, folders[1], 0)
+    process = preloaded.torchrun(*words, folders[1], distributed, 0)
     assert process.returncode == 0, process.stdout + process.stderr
     assert "goes on at step 6 of 12" in process.stdout
     alone, killed = (next(folder.rglob("model.safetensors")).parent for folder in folders)
