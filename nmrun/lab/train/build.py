@@ -96,14 +96,13 @@ def precision_of(name: str, device: torch.device, parameters: Iterable[nn.Parame
     faster."""
     if name != "auto":
         return name
+    faster = False
     if device.type == "cuda":
         faster = torch.cuda.is_bf16_supported(including_emulation=False)
     elif device.type == "cpu" and BF16_FLAGS & compiler.processor_flags():
         sizes = [p.numel() for p in parameters if p.dim() > 1]
         weights, matrix = WORTH_BF16
         faster = sum(sizes) >= weights and statistics.median(sizes) >= matrix
-    else:
-        faster = False
     return "bf16" if faster else "fp32"
 
 
@@ -137,8 +136,10 @@ def assembled(
     else:
         model = whole = weights.network(config, task).to(device)
     precision = precision or precision_of(trainer.precision, device, whole.parameters())
-    if not in_shards:
-        lay_out(model, device, precision)
+    faster = device.type == "cpu" or precision != "fp32"
+    if faster and not in_shards and not _is_small_on_cpu(model.parameters(), device):
+        # the groups of a convolution's mask are contiguous then too; sums are in another order
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     loss = task.loss if trainer.distill is None else taught(config, task, model)
     optimizer = optimizer_of(config.optimizer, model)
     for key, place in options.weights_named(config.plain).items():
@@ -237,17 +238,6 @@ def _activations(config: Config, model: nn.Module, total_steps: int) -> SparseAc
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(device.type, DTYPES.get(precision), enabled=precision in DTYPES)
-
-
-def lay_out(model: nn.Module, device: torch.device, precision: str) -> None:
-    """Store the weights of convolutions with channels last where that is faster: on GPUs in 16
-    bits, and on CPUs.
-
-    The groups of a mask are then contiguous too. Sums are taken in another order, so small networks
-    on a CPU are left alone."""
-    faster = device.type == "cpu" or precision != "fp32"
-    if faster and not _is_small_on_cpu(model.parameters(), device):
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def fuse(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

@@ -39,25 +39,23 @@ from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.select import select
 
-# what each option of the trainer has to be
-ALONE: dict[str, Any] = {"compile": False, "input_gradient": "exact"}
 FROM_LEADER = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 def check(config: Config, recipe: Recipe, task: Task, precision: str) -> None:
     """Refuse what cannot be trained on shards; ConfigError says what to use instead."""
     trainer, reason = config.trainer, ""
-    if wrong := [key for key, value in ALONE.items() if getattr(trainer, key) != value]:
+    whole = {
+        "compile": trainer.compile,
+        "input_gradient": trainer.input_gradient != "exact",
+        "precision": precision == "fp16",  # which scales the loss by whole gradients
+    }
+    if wrong := [key for key, needed in whole.items() if needed]:
         reason = f"trainer.{wrong[0]}={getattr(trainer, wrong[0])} needs whole weights"
-    elif recipe.looks_across_rows:
+    elif recipe.looks_across_rows or recipe.pattern.v > 1:
         permuted = " with permute=true" if getattr(recipe, "permute", False) else ""
-        reason = f"recipe {recipe.name}{permuted} looks across the rows of a weight"
-    elif recipe.pattern.v > 1:
-        reason = f"a {recipe.pattern} mask looks across the rows of a weight"
-    elif precision == "fp16":
-        reason = (
-            "trainer.precision=fp16 scales the loss by whole gradients (bf16 and fp32 need not)"
-        )
+        what = f"recipe {recipe.name}{permuted}, at {recipe.pattern},"
+        reason = f"{what} looks across the rows of a weight"
     elif task.metric == "bleu":
         reason = "beam search calls parts of the model"
     if reason:

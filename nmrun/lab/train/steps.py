@@ -9,10 +9,11 @@ seconds: the same run in miniature, which leaves nothing behind.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import time
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from nmrun.lab.train.build import Parts, autocast, build, check_length
 from nmrun.lab.train.optimizers import scheduled
 from nmrun.lab.train.weights import Replicated
 
+COUNTS = ("step", "updates", "losses", "flops")  # what a checkpoint keeps of the attributes
 SMALLEST_SCALE = 2.0**-24  # a loss scale below this means that no step can succeed any more
 MOST_ROWS = 20_000  # of training steps in metrics.jsonl: ten to twenty megabytes of a small network
 
@@ -126,30 +128,24 @@ class TrainingSteps:
 
     def _averaged_over_ranks(self, now: bool) -> contextlib.AbstractContextManager[Any]:
         """For a micro-batch: gradients are averaged over the ranks after the last one alone."""
-        everywhere = (
-            now or ranks.world() == 1 or self.strategy.in_step
-        )  # FSDP keeps no whole gradient
-        return contextlib.nullcontext() if everywhere else self.forward.no_sync()
+        if now or ranks.world() == 1 or self.strategy.in_step:  # FSDP keeps no whole gradient
+            return contextlib.nullcontext()
+        return cast(contextlib.AbstractContextManager[Any], self.forward.no_sync())
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return autocast(self.parts.device, self.parts.precision)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of model, optimizer and scaler, and the counts under ``loop``."""
-        counts = {
-            "step": self.step,
-            "updates": self.updates,
-            "losses": list(self.losses),
-            "flops": dict(self.flops),
-        }
+        counts = {name: copy.copy(getattr(self, name)) for name in COUNTS}
         return {**self.strategy.state_dict(), "scaler": self.scaler.state_dict(), "loop": counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.strategy.load_state_dict(state)
         self.scaler.load_state_dict(state["scaler"])
-        counts = state["loop"]
-        self.step, self.updates, self.flops = counts["step"], counts["updates"], counts["flops"]
-        self.losses = [loss.to(self.parts.device) for loss in counts["losses"]]
+        for name in COUNTS:
+            setattr(self, name, state["loop"][name])
+        self.losses = [loss.to(self.parts.device) for loss in self.losses]
         self.parts.activations.at(max(0, self.step - 1))  # evaluations prune as the last step did
 
     # --- what it costs ----------------------------------------------------------------------------

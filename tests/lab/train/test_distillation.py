@@ -23,8 +23,12 @@ from nmrun.lab.config.schema import Config
 from nmrun.lab.tasks.base import Categorical, Task
 from nmrun.lab.train import build
 from nmrun.lab.train.build import Distilled, divergence
-from nmrun.lab.train.build import taught as loss_of
 from nmrun.lab.train.steps import TrainingSteps
+
+LANGUAGE = (
+    *("dataset=stdlib_text", "dataset.context=16", "model=gpt_tiny", "model.layers=1"),
+    *("model.width=32", "model.heads=2", "trainer.limit_evaluation=4"),
+)
 
 
 def by_hand(logits: Tensor, taught: Tensor, temperature: float) -> float:
@@ -182,13 +186,9 @@ def test_a_budget_in_flops_buys_fewer_steps_with_a_teacher(tmp_path, teacher):
 
 
 def test_a_language_model_learns_from_one(tmp_path):
-    language = (
-        *("dataset=stdlib_text", "dataset.context=16", "model=gpt_tiny", "model.layers=1"),
-        *("model.width=32", "model.heads=2", "trainer.limit_evaluation=4"),
-    )
-    dense = config(tmp_path, "recipe=dense", *language)
+    dense = config(tmp_path, "recipe=dense", *LANGUAGE)
     finished(dense)
-    cfg = taught(tmp_path, run_folder(dense), "trainer.distill_weight=1", *language)
+    cfg = taught(tmp_path, run_folder(dense), "trainer.distill_weight=1", *LANGUAGE)
     finished(cfg)
     losses = [row["train/loss"] for row in rows(run_folder(cfg)) if "train/loss" in row]
     assert losses[-1] < losses[0]
@@ -215,7 +215,7 @@ def test_what_cannot_be_taught(tmp_path, teacher):
     scores.inputs = {"classes": 1}
     for task in (Sums(), scores):
         with pytest.raises(ConfigError, match="compares distributions over classes or tokens"):
-            loss_of(cfg, task, model)
+            build.taught(cfg, task, model)
     for overrides, message in (
         (("model.channels=[8,8,12]",), "is another network than this run's"),
         (("trainer.distributed=fsdp",), "keeps a whole teacher in every process"),
@@ -228,32 +228,24 @@ def test_what_cannot_be_taught(tmp_path, teacher):
 @pytest.mark.parametrize("other", ["model.heads=1", "model.activation=relu2"])
 def test_a_teacher_whose_weights_would_compute_something_else(other, tmp_path):
     """Of the same shapes: this network makes other outputs of them."""
-    language = (
-        *("dataset=stdlib_text", "dataset.context=16", "model=gpt_tiny", "model.layers=1"),
-        *("model.width=32", "model.heads=2", "trainer.limit_evaluation=4"),
-    )
-    dense = config(tmp_path, "recipe=dense", *language)
+    dense = config(tmp_path, "recipe=dense", *LANGUAGE)
     loss = finished(dense)["metrics"]["final"]["eval/loss"]
-    same, unlike = (build.build(config(tmp_path, *language, *o)) for o in ((), (other,)))
+    same, unlike = (build.build(config(tmp_path, *LANGUAGE, *o)) for o in ((), (other,)))
     for parts in (same, unlike):
         parts.model.load_state_dict(load_file(run_folder(dense) / "model.safetensors"))
         parts.model.eval()
     assert same.task.evaluate(same.model, "val")["loss"] == pytest.approx(loss, rel=1e-6)
     (batch, *_) = same.task.micro_batches(0, 0, 1)
     assert same.task.loss(same.model, batch) != unlike.task.loss(unlike.model, batch)
-    build.build(taught(tmp_path, run_folder(dense), *language))
+    build.build(taught(tmp_path, run_folder(dense), *LANGUAGE))
     with one_line(ConfigError, f"is another network than this run's: {other.partition('=')[0]} is"):
-        build.build(taught(tmp_path, run_folder(dense), *language, other))
+        build.build(taught(tmp_path, run_folder(dense), *LANGUAGE, other))
 
 
 @pytest.mark.parametrize("dense_end", ["0", "0.5"])
 def test_the_teacher_computes_with_the_activations_of_its_run(dense_end, tmp_path):
     """What its run measured in the end is what the teacher's loss is, and ``Result.model``'s."""
-    language = (
-        *("dataset=stdlib_text", "dataset.context=16", "model=gpt_tiny", "model.layers=1"),
-        *("model.width=32", "model.heads=2", "trainer.limit_evaluation=4"),
-        "model.activation=relu2",
-    )
+    language = (*LANGUAGE, "model.activation=relu2")
     pruned = ("trainer.activations=1:16", f"trainer.activations_dense_end={dense_end}")
     cfg = config(tmp_path, "recipe=dense", *language, *pruned)
     loss = finished(cfg)["metrics"]["final"]["eval/loss"]

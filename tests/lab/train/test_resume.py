@@ -125,19 +125,6 @@ def test_checkpoints_within_an_epoch(recipe, tmp_path, monkeypatch, capsys):
     assert "goes on at step 10 of 12" in output
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "call"),
-    [(TrainingSteps, "train_step", 8), (Evaluation, "evaluate", 1), (Evaluation, "evaluate", 2)],
-)
-def test_killed_with_evaluations_and_a_length_in_steps(owner, name, call, tmp_path):
-    """11 steps, evaluations after 5, 10 and 11."""
-    by_steps = ("step", "trainer.eval_every=5steps", "trainer.steps=11")
-    alone, cfg = left_alone(tmp_path, *by_steps), make(tmp_path, *by_steps)
-    assert [row["step"] for row in alone.rows if "eval/loss" in row] == [5, 10, 11]
-    kill(cfg, owner, name, call)
-    assert outcome(cfg) == alone
-
-
 @pytest.mark.parametrize("calls", [[3], [7], [4, 3, 1]])
 def test_killed_where_patience_ends_the_run(calls, tmp_path, monkeypatch):
     """It looks every second step, and step 4 is the best: it has seen enough at step 8."""
@@ -159,31 +146,49 @@ def test_killed_again_and_again(recipe, tmp_path):
     assert outcome(cfg) == left_alone(tmp_path, recipe)
 
 
+BY_STEPS = ("trainer.eval_every=5steps", "trainer.steps=11")
+
+
 @pytest.mark.parametrize(
-    ("owner", "name", "call", "before"),
+    ("words", "owner", "name", "call", "before"),
     [
-        (os, "replace", 5, False),  # the last one has made room, the next is not yet written
-        (os, "replace", 6, True),  # it is written, not yet in place
-        (os, "replace", 6, False),
-        (checkpoint, "save", 4, False),  # trained to the end, not evaluated
-        (Evaluation, "evaluate", 5, False),
-        (results, "save_weights", 1, False),
+        ((), os, "replace", 5, False),  # the last one has made room, the next is not yet written
+        ((), os, "replace", 6, True),  # it is written, not yet in place
+        ((), os, "replace", 6, False),
+        ((), checkpoint, "save", 4, False),  # trained to the end, not evaluated
+        ((), Evaluation, "evaluate", 5, False),
+        ((), results, "save_weights", 1, False),
+        (BY_STEPS, TrainingSteps, "train_step", 8, False),
+        (BY_STEPS, Evaluation, "evaluate", 1, False),
+        (BY_STEPS, Evaluation, "evaluate", 2, False),
     ],
 )
-def test_killed_at_an_awkward_moment(owner, name, call, before, tmp_path):
-    cfg = make(tmp_path, "step")
+def test_killed_at_an_awkward_moment(words, owner, name, call, before, tmp_path):
+    alone, cfg = left_alone(tmp_path, "step", *words), make(tmp_path, "step", *words)
+    evaluated = [row["step"] for row in alone.rows if "eval/loss" in row]
+    assert evaluated == ([5, 10, 11] if words else [3, 6, 9, 12])
     kill(cfg, owner, name, call, before)
-    assert outcome(cfg) == left_alone(tmp_path, "step")
+    assert outcome(cfg) == alone
 
 
 @pytest.mark.parametrize(
-    ("number", "step"), [(signal.SIGINT, 5), (signal.SIGTERM, 8), (signal.SIGUSR1, 5)]
+    ("step", "numbers"),
+    [
+        (5, [signal.SIGINT]),
+        (8, [signal.SIGTERM]),
+        (5, [signal.SIGUSR1]),
+        (7, [signal.SIGHUP]),  # a closed terminal
+        (7, [signal.SIGXCPU] * 2),  # a limit of time, whose signal comes again each second
+        (5, [signal.SIGTERM] * 2),  # of timeout(1), to the process and to its group
+    ],
 )
-def test_a_signal_saves_between_epochs_too(number, step, tmp_path):
+def test_a_signal_saves_between_epochs_too(step, numbers, tmp_path, monkeypatch):
+    if signal.SIGXCPU in numbers:
+        monkeypatch.setattr(signals, "ECHO", 0.0)
     cfg = make(tmp_path, "step")
-    with signal_after(step, number):
+    with signal_after(step, *numbers):
         result = runner.run(cfg, run_folder(cfg))
-    assert (result["status"], result["signal"]) == ("interrupted", number)
+    assert (result["status"], result["signal"]) == ("interrupted", numbers[0])
     state = checkpoint.load(run_folder(cfg) / "checkpoint.pt")
     assert state["loop"]["step"] == step
     alone = left_alone(tmp_path, "step")
@@ -287,14 +292,6 @@ def test_a_launcher_s_handler_is_called_when_all_is_saved(tmp_path, monkeypatch)
             signal.signal(number, before)
     assert saved == [(signal.SIGTERM, 5), (signal.SIGUSR2, 8)]
     assert outcome(cfg) == left_alone(tmp_path, "step")
-
-
-def test_a_signal_that_is_sent_twice_is_one(tmp_path):
-    """timeout(1) sends it to the process and to its group."""
-    cfg = make(tmp_path, "ste")
-    with signal_after(5, signal.SIGTERM, signal.SIGTERM):
-        assert runner.run(cfg, run_folder(cfg))["signal"] == signal.SIGTERM
-    assert outcome(cfg) == left_alone(tmp_path, "ste")
 
 
 def test_a_process_that_a_run_has_forked_ends_as_ever(tmp_path, monkeypatch):
@@ -427,17 +424,6 @@ def test_what_safetensors_leaves_of_a_killed_file_is_removed(tmp_path):
         (run_folder(cfg) / ".tmpa1B2c3").write_bytes(bytes(100))
         outcome(cfg)
         assert not list(run_folder(cfg).glob(".tmp*"))
-
-
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGXCPU])
-def test_a_closed_terminal_and_a_limit_of_time_save_the_run(number, tmp_path, monkeypatch):
-    """The limit's signal comes again each second, while the run is saved."""
-    monkeypatch.setattr(signals, "ECHO", 0.0)
-    cfg = make(tmp_path, "ste")
-    with signal_after(7, number, *[number] * (number == signal.SIGXCPU)):
-        assert runner.run(cfg, run_folder(cfg))["status"] == "interrupted"
-    assert checkpoint.load(run_folder(cfg) / "checkpoint.pt")["loop"]["step"] == 7
-    assert outcome(cfg) == left_alone(tmp_path, "ste")
 
 
 def test_a_signal_that_the_parent_ignores_ends_nothing(tmp_path):
