@@ -38,6 +38,7 @@ from nmrun.lab.train.weights import Replicated, network
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.select import select
+from nmrun.sparsity.weight import SparseWeight
 
 FROM_LEADER = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
@@ -179,14 +180,9 @@ class Sharded(Replicated):
                 state[name] = whole.detach().to("cpu", copy=True).contiguous()
         return state
 
-    def final_state_dict(self) -> dict[str, Tensor]:
-        sparse = {w.name: w for w in self.handle.sparse}
-        final: dict[str, Tensor] = {}
-        for name, tensor in sorted(self.model.state_dict().items()):
-            if (weight := sparse.get(name)) is not None:
-                tensor = weight.as_shard(self.handle.final_weight(weight))
-            final[name] = tensor.detach().to("cpu", copy=True)
-        return final
+    def _final(self, weight: SparseWeight) -> Tensor:
+        part: Tensor = weight.as_shard(self.handle.final_weight(weight))
+        return part
 
 
 def _agree(buffers: Iterable[Tensor]) -> None:

@@ -19,6 +19,7 @@ from nmrun.lab import models, ranks
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.run_folder import WEIGHTS, own_weights, weights_in
 from nmrun.lab.tasks.base import Task
+from nmrun.sparsity.weight import SparseWeight
 from nmrun.step.handle import Handle
 
 
@@ -144,18 +145,21 @@ class Replicated:
         return {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
 
     def final_state_dict(self) -> dict[str, Tensor]:
-        """Copies of what the model would have if training ended now, sparse weights N:M."""
-        sparse = {w.name: self.handle.final_weight(w) for w in self.handle.sparse}
-        saved = self.model.state_dict().items()
-        plain = {name: sparse[name] if name in sparse else t.detach().clone() for name, t in saved}
-        return dict(sorted(plain.items()))
+        """Copies on the CPU of what the model would have if training ended now, sparse weights N:M."""
+        sparse = {weight.name: self._final(weight) for weight in self.handle.sparse}
+        return _copies({**self.model.state_dict(), **sparse})
 
     def dense_state_dict(self) -> dict[str, Tensor]:
-        """Copies of what the model has, with the dense weights in the place of the sparse ones; on
-        the CPU."""
+        """Likewise of what it has, with the dense weights in the place of the sparse ones."""
         with self.handle.dense_weights():
-            saved = self.model.state_dict().items()
-            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in sorted(saved)}
+            return _copies(self.model.state_dict())
+
+    def _final(self, weight: SparseWeight) -> Tensor:
+        return self.handle.final_weight(weight)
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.detach().to("cpu", copy=True) for name, t in sorted(tensors.items())}
 
 
 class Average:
