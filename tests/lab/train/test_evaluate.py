@@ -10,9 +10,11 @@ from reference import mask_of
 from runs import config
 from safetensors.torch import load_file
 
+from nmrun.errors import ConfigError
 from nmrun.lab import tasks
 from nmrun.lab.config.identity import identity
 from nmrun.lab.config.rules import refusals
+from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.signals import Signals
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import weights
@@ -148,3 +150,5 @@ def test_a_key_takes_a_run_or_a_file_of_its_weights(key, tmp_path, monkeypatch):
     ):
         (line,) = refused(f"'~/{place}'")
         assert line.startswith(f"{key}=~/{place}: {why}")
+    with pytest.raises(ConfigError, match=r"a run's weights are model.safetensors, best"):
+        RunFolder(tmp_path / "ste").demand(key, "other.safetensors")
