@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 import nmrun
 from nmrun.lab.models.texts import GPTNetwork
-from nmrun.lab.train.distillation import divergence
+from nmrun.lab.train.build import divergence
 from nmrun.oneshot import METHODS
 
 OUT = Path(__file__).parents[1] / "docs" / "results" / "retraining_cost.csv"

@@ -25,7 +25,7 @@ from torch import nn
 from nmrun.errors import ConfigError
 from nmrun.lab import models, tasks
 from nmrun.lab.config.identity import run_folder
-from nmrun.lab.train.optimizers import inverse_sqrt_factor
+from nmrun.lab.train.optimizers import scheduled
 from nmrun.papers.translation import prepare
 from nmrun.papers.translation.data import JOINED, Symbols
 from nmrun.papers.translation.fairseq import fairseq
@@ -604,7 +604,8 @@ def test_inverse_sqrt_is_fairseqs_schedule():
     theirs.optimizer, theirs.cfg = optimizer, options
     module.FairseqLRScheduler.__init__ = lambda self, *_: None
     module.InverseSquareRootSchedule.__init__(theirs, options, optimizer)
-    factor = inverse_sqrt_factor(7, 1e-5 / 2e-3)
+    options = {"name": "inverse_sqrt", "warmup_steps": 7, "init_lr": 1e-5}
+    factor = scheduled(options, 2e-3, 40)
     for step in range(1, 40):
         assert 2e-3 * factor(step) == pytest.approx(theirs.step_update(step), rel=1e-9)
     assert 2e-3 * factor(0) == pytest.approx(lrs[0])

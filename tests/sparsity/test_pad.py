@@ -196,8 +196,8 @@ def test_flops_count_what_is_pruned(inputs, ratio, left, stored):
         2 * dense,
         [LayerFlops(handle.sparse[0], False, False, Products(dense, dense, dense))],
     )
-    assert cost.forward_sparse == pytest.approx(2 * left * 8)
-    assert cost.forward_hardware == pytest.approx(2 * stored / 2 * 8)
+    assert cost.inference() == pytest.approx(2 * left * 8)
+    assert cost.inference(hardware=True) == pytest.approx(2 * stored / 2 * 8)
     assert cost.training(handle.recipe) == pytest.approx(2 * 8 * (left + left + inputs))
     assert handle.report()["density"] == pytest.approx(left / inputs)
     assert handle.report()["pattern"] == handle.report()["layers"][0]["pattern"] == ratio

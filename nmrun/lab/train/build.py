@@ -1,4 +1,4 @@
-"""From a config to the parts of a run: device, task, model, optimizer, and the recipe on top."""
+"""From a config to the parts of a run: device, task, loss, model, optimizer, and the recipe on top."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from nmrun.errors import ConfigError, refused
 from nmrun.fast.measurement import Choice, from_data
@@ -20,9 +21,11 @@ from nmrun.kernels import compiler
 from nmrun.lab import output, ranks, tasks
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
+from nmrun.lab.keys.ranges import START
 from nmrun.lab.runs.locks import free_gpu
-from nmrun.lab.tasks.base import Loss, Task
-from nmrun.lab.train import distillation, flops, weights
+from nmrun.lab.runs.run_folder import activations_of, weights_in
+from nmrun.lab.tasks.base import Batch, Categorical, Loss, Task
+from nmrun.lab.train import flops, weights
 from nmrun.lab.train.checkpoint import seed_everything
 from nmrun.lab.train.optimizers import optimizer_of
 from nmrun.step.activations import SparseActivations
@@ -93,14 +96,13 @@ def precision_of(name: str, device: torch.device, parameters: Iterable[nn.Parame
     faster."""
     if name != "auto":
         return name
+    faster = False
     if device.type == "cuda":
         faster = torch.cuda.is_bf16_supported(including_emulation=False)
     elif device.type == "cpu" and BF16_FLAGS & compiler.processor_flags():
         sizes = [p.numel() for p in parameters if p.dim() > 1]
         weights, matrix = WORTH_BF16
         faster = sum(sizes) >= weights and statistics.median(sizes) >= matrix
-    else:
-        faster = False
     return "bf16" if faster else "fp32"
 
 
@@ -134,10 +136,11 @@ def assembled(
     else:
         model = whole = weights.network(config, task).to(device)
     precision = precision or precision_of(trainer.precision, device, whole.parameters())
-    if not in_shards:
-        lay_out(model, device, precision)
-    taught = trainer.distill is not None
-    loss = distillation.loss_of(config, task, model) if taught else task.loss
+    faster = device.type == "cpu" or precision != "fp32"
+    if faster and not in_shards and not _is_small_on_cpu(model.parameters(), device):
+        # the groups of a convolution's mask are contiguous then too; sums are in another order
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    loss = task.loss if trainer.distill is None else taught(config, task, model)
     optimizer = optimizer_of(config.optimizer, model)
     for key, place in options.weights_named(config.plain).items():
         if key.startswith("recipe."):  # the others have been read
@@ -161,19 +164,19 @@ def assembled(
             fsdp.check(config, handle.recipe, task, precision)
     if not in_shards and config.optimizer.name != "custom":
         fuse(optimizer, device)
-    cost = flops.count(whole, task, handle.sparse, taught, activations)
+    has_teacher = trainer.distill is not None
     return Parts(
-        task,
-        loss,
-        model,
-        optimizer,
-        handle,
-        device,
-        precision,
-        total_steps,
-        cost,
-        activations,
-        seconds,
+        task=task,
+        loss=loss,
+        model=model,
+        optimizer=optimizer,
+        handle=handle,
+        device=device,
+        precision=precision,
+        total_steps=total_steps,
+        cost=flops.count(whole, task, handle.sparse, has_teacher, activations),
+        activations=activations,
+        seconds=seconds,
     )
 
 
@@ -234,22 +237,7 @@ def _activations(config: Config, model: nn.Module, total_steps: int) -> SparseAc
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
-    return (
-        contextlib.nullcontext()
-        if precision == "fp32"
-        else torch.autocast(device.type, DTYPES[precision])
-    )
-
-
-def lay_out(model: nn.Module, device: torch.device, precision: str) -> None:
-    """Store the weights of convolutions with channels last where that is faster: on GPUs in 16
-    bits, and on CPUs.
-
-    The groups of a mask are then contiguous too. Sums are taken in another order, so small networks
-    on a CPU are left alone."""
-    faster = device.type == "cpu" or precision != "fp32"
-    if faster and not _is_small_on_cpu(model.parameters(), device):
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return torch.autocast(device.type, DTYPES.get(precision), enabled=precision in DTYPES)
 
 
 def fuse(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -304,3 +292,72 @@ def _choices(config: Config, parts: Parts, times: Mapping[str, Any]) -> list[Cho
             model, activations, pass_once, choices, sparse, mode, accumulate, known
         )
     return choices
+
+
+# --- a teacher ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """A task's loss with a teacher's term, ``trainer.distill``: of a network like the one that is
+    trained, frozen, which says more of a batch than its labels.
+
+    After Hinton et al. 2015 (arXiv 1503.02531, section 2). With the student's logits z, the
+    teacher's v and the temperature T::
+
+        (1 - weight) * loss(z) + weight * T^2 * KL(softmax(v / T) || softmax(z / T))
+
+    T^2 keeps the size of the second term's gradient when T changes. The Adaptive Sparse Trainer
+    (arXiv 2407.20584) retrains sparse networks so, with the dense network that it begins with as the
+    teacher: its code has a weight of 0.67 and a T of 2, the defaults.
+    """
+
+    task: Categorical
+    teacher: nn.Module
+    weight: float
+    temperature: float
+
+    def __call__(self, model: Any, batch: Batch) -> Tensor:
+        logits = self.task.logits(model, batch)
+        with torch.no_grad():
+            teacher_logits = self.task.logits(self.teacher, batch)
+        term = divergence(logits, teacher_logits, self.temperature)
+        return (1 - self.weight) * self.task.loss_of(logits, batch) + self.weight * term
+
+
+def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """``T^2 * KL(softmax(teacher / T) || softmax(student / T))`` in float32, of logits (...,
+    classes)."""
+    log_student, log_teacher = (
+        functional.log_softmax(each.flatten(0, -2).float() / temperature, -1)
+        for each in (student, teacher)
+    )
+    term = functional.kl_div(log_student, log_teacher, reduction="batchmean", log_target=True)
+    return temperature**2 * term
+
+
+def taught(config: Config, task: Task, model: nn.Module) -> Distilled:
+    """The loss with a teacher's term. ``model`` is as it begins; it is copied for a teacher.
+
+    ConfigError for a task without logits over classes, and for a teacher that is not there or of
+    another architecture.
+    """
+    trainer = config.trainer
+    assert trainer.distill is not None
+    setting = f"trainer.distill={trainer.distill}"
+    if trainer.distributed == "fsdp":
+        raise ConfigError(
+            f"{setting} keeps a whole teacher in every process, and trainer.distributed=fsdp keeps "
+            "shards: use trainer.distributed=ddp"
+        )
+    if not isinstance(task, Categorical) or task.inputs.get("classes") == 1:
+        raise ConfigError(
+            f"{setting} compares distributions over classes or tokens, and the task of "
+            f"dataset={config.dataset.name} has none"
+        )
+    teacher = copy.deepcopy(model).eval().requires_grad_(False)
+    if trainer.distill != START:
+        alike = ("heads", "activation", "pooling")
+        weights.load(teacher, config, trainer.distill, setting, alike)
+        SparseActivations(teacher, activations_of(weights_in(trainer.distill)[0].config))
+    return Distilled(task, teacher, trainer.distill_weight, trainer.distill_temperature)

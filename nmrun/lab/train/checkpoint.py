@@ -85,7 +85,8 @@ def save_next(folder: Path, state: dict[str, Any]) -> None:
     ranks call: the leader writes its state, every rank its part of sharded tensors."""
     free = SHARDS[0]
     if ranks.leads():
-        _keep(folder / CHECKPOINT, folder / PREVIOUS)
+        with contextlib.suppress(FileNotFoundError):  # the first, or one that a kill cut short
+            os.replace(folder / CHECKPOINT, folder / PREVIOUS)
         in_use = remove_unnamed(folder)
         free = next(name for name in SHARDS if name not in in_use)
     state, parts = _split(state)
@@ -185,23 +186,6 @@ def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[tuple[Any, ...],
     return rest, parts
 
 
-def _keep(path: Path, previous: Path) -> None:
-    """Make ``previous`` the file at ``path``, which is whole at every moment."""
-    partial = previous.with_name(previous.name + ".partial")
-    partial.unlink(missing_ok=True)
-    with contextlib.suppress(FileNotFoundError):
-        try:
-            os.link(path, partial)
-        except FileNotFoundError:
-            raise
-        except OSError:  # a file system without hard links
-            shutil.copyfile(path, partial)
-        os.replace(partial, previous)
-        # after a kill between this and the next save, the two are one file already, and replacing
-        # did nothing
-        partial.unlink(missing_ok=True)
-
-
 def load(path: Path, mapped: bool = False) -> dict[str, Any] | None:
     """Load what :func:`save` wrote, on the CPU; None if there is no file. ``mapped`` leaves tensors
     on the disk until they are used.
@@ -230,7 +214,7 @@ def load(path: Path, mapped: bool = False) -> dict[str, Any] | None:
     return state
 
 
-def out_of_memory(error: Exception) -> bool:
+def out_of_memory(error: BaseException) -> bool:
     kinds = torch.OutOfMemoryError | MemoryError
     return isinstance(error, kinds) or "DefaultCPUAllocator" in str(error)
 

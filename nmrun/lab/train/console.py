@@ -7,10 +7,9 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nmrun.errors import folded, tell
 from nmrun.lab import output
@@ -24,16 +23,6 @@ from nmrun.sparsity.weight import SparseWeight
 REFRESH = 0.1  # seconds between two drawings of the display
 
 
-class Bar(NamedTuple):
-    """What is done of ``total``, with words to its left, to its right and below it."""
-
-    left: str
-    done: int
-    total: int
-    right: str
-    below: str = ""
-
-
 class Console:
     """Lines for the reader. ``brief`` keeps details off the screen (in a sweep); ``run.log`` has
     them always.
@@ -45,18 +34,16 @@ class Console:
     def __init__(self, log: Path | None, brief: bool = False) -> None:
         self.log, self.brief = log, brief
         self._live: Any = None
-        self._bar: Bar | None = None
         self._draw_time = 0.0
         self.on_terminal = output.is_terminal(sys.stdout)
 
     def say(self, text: str, error: bool = False, style: str = "") -> None:
-        """Show a line on the screen, on a terminal in a ``style`` such as ``bold green``, and log
-        it."""
-        self.clear()
+        """Show a line on the screen, on a terminal above the display and in a ``style`` such as
+        ``bold green``, and log it."""
         stream = sys.stderr if error else sys.stdout
         try:
-            if style and self.on_terminal:
-                rich = _rich(error)
+            if self.on_terminal:
+                rich = self._live.console if self._live and not error else _rich(error)
                 rich.print(folded(text, stream), style=style, soft_wrap=True)
             else:
                 print(folded(text, stream), file=stream, flush=True)
@@ -78,41 +65,46 @@ class Console:
             tell([f"{self.log} cannot be written: {error.strerror}"])
             self.log = None
 
-    def progress(self, now: Callable[[], Bar]) -> None:
-        """Draw the progress of the training on a terminal, at most every ``REFRESH`` seconds."""
-        if self._due():
-            self._bar = now()
-            self._draw(self._bar)
+    def due(self) -> bool:
+        """Whether to draw: on a terminal, at most every ``REFRESH`` seconds."""
+        now = time.monotonic()
+        if not self.on_terminal or now - self._draw_time < REFRESH:
+            return False
+        self._draw_time = now
+        return True
+
+    def draw(self, words: str, done: int, total: int, figures: str) -> None:
+        """Draw the training's progress, below what is said."""
+        if self._live is None:
+            self._live = _display()
+            self._live.add_task("", total=total, completed=done)
+            self._live.start()
+        self._live.figures = figures
+        training = self._live.task_ids[0]
+        self._live.update(training, completed=done, description=words, refresh=True)
 
     @contextlib.contextmanager
     def evaluation(self, what: str) -> Iterator[None]:
         """While entered, draw the progress of an evaluation under the name ``what``."""
+        task = self._live.add_task(what, total=None) if self._live else None
 
         def tell(batch: int, total: int) -> None:
-            if self._bar is not None and self._due():
-                self._draw(self._bar, Bar(what, batch, total, f"{batch}/{total}"))
+            if task is not None and self.due():
+                self._live.update(task, completed=batch, total=total, refresh=True)
 
         before = evaluating.set(tell)
         try:
             yield
         finally:
             evaluating.reset(before)
-
-    def _due(self) -> bool:
-        return self.on_terminal and time.monotonic() - self._draw_time >= REFRESH
-
-    def _draw(self, *bars: Bar) -> None:
-        self._draw_time = time.monotonic()
-        if self._live is None:
-            self._live = _live_display()
-            self._live.start()
-        self._live.update(_display(bars), refresh=True)
+            if task is not None:
+                self._live.remove_task(task)
 
     def clear(self) -> None:
-        """Take the display away; the next :meth:`progress` brings it back."""
+        """Take the display away."""
         if self._live is not None:
             self._live.stop()
-            self._live, self._draw_time = None, 0.0
+            self._live = None
 
 
 def _rich(error: bool = False) -> Any:
@@ -122,86 +114,57 @@ def _rich(error: bool = False) -> Any:
     return Console(stderr=error, highlight=False, markup=False, emoji=False)
 
 
-def _live_display() -> Any:
-    """A display that is redrawn in place, and removed when it stops."""
-    from rich.live import Live
-
-    redirect = sys.stderr.isatty()
-    return Live(console=_rich(), auto_refresh=False, transient=True, redirect_stderr=redirect)
-
-
-def _display(bars: Sequence[Bar]) -> Any:
-    from rich.console import Group
-    from rich.progress_bar import ProgressBar
-    from rich.table import Column, Table
+def _display() -> Any:
+    """Bars that are redrawn in place, with ``figures`` below them; removed when it stops."""
+    from rich import progress
     from rich.text import Text
 
-    lines = Table.grid("", Column(ratio=1), "", padding=(0, 1), expand=True)
-    for bar in bars:
-        progress = ProgressBar(max(bar.total, 1), bar.done)
-        lines.add_row(Text(bar.left, "bold cyan"), progress, bar.right)
-    return Group(lines, *(Text(bar.below) for bar in bars if bar.below))
+    class Display(progress.Progress):
+        figures = ""
+
+        def get_renderables(self) -> Iterator[Any]:
+            yield self.make_tasks_table(self.tasks)
+            yield Text(self.figures)
+
+    return Display(
+        progress.TextColumn("{task.description}", style="bold cyan", markup=False),
+        progress.BarColumn(None),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+        console=_rich(),
+        auto_refresh=False,
+        transient=True,
+        redirect_stderr=sys.stderr.isatty(),
+        expand=True,
+    )
 
 
-class RunProgress:
-    """The progress of a run as it is shown. ``row`` has the last value of everything that was
-    logged."""
-
-    def __init__(self, steps: TrainingSteps) -> None:
-        self.steps, self.parts = steps, steps.parts
-        self.row: dict[str, float] = {}
-        self._began, self._begun = time.perf_counter(), steps.step
-
-    def begin(self) -> None:
-        self._began, self._begun = time.perf_counter(), self.steps.step
-
-    def bar(self) -> Bar:
-        steps, elapsed = self.steps, time.perf_counter() - self._began
-        completed, total = steps.step - self._begun, self.parts.total_steps
-        right = f"{steps.step}/{total}  {timedelta(seconds=round(elapsed))}"
-        if completed:
-            left = round(elapsed / completed * (total - steps.step))
-            right += f" < {timedelta(seconds=left)}"
-        below = "  ".join(facts(self.row, self.parts.task.metric))
-        words = f"epoch {self._epoch()}  {self._phase()}".rstrip()
-        return Bar(words, steps.step, total, right, below)
-
-    def epoch(self, best: bool = False) -> str:
-        """The line of an evaluation."""
-        row = self.row
-        keys = ("train/loss", f"eval/{self.parts.task.metric}", "steps_per_second")
-        cells = [f"epoch {self._epoch()}"]
-        if ranges.steps(self.steps.trainer.eval_every):  # several lines of one epoch
-            total = str(self.parts.total_steps)
-            cells.append(f"step {self.steps.step:{len(total)}}/{total}")
-        if self.parts.handle.sparse:
-            cells.append(f"{self._phase():6}")
-        cells += facts({key: row[key] for key in keys if key in row}, self.parts.task.metric)
-        if best:
-            cells.append("best")
-        return "  ".join(cells)
-
-    def _epoch(self) -> str:
-        batches = self.parts.task.batches_per_epoch
-        epochs = -(-self.parts.total_steps // batches)
-        return f"{max(-(-self.steps.step // batches), 1):{len(str(epochs))}}/{epochs}"
-
-    def _phase(self) -> str:
-        return self.parts.handle.phase if self.parts.handle.sparse else ""
+def where(steps: TrainingSteps) -> str:
+    """Where a run is: ``epoch  3/12  dense``, with the step where evaluations are within epochs."""
+    parts, total = steps.parts, steps.parts.total_steps
+    epochs = str(-(-total // parts.task.batches_per_epoch))
+    cells = [f"epoch {steps.epoch:{len(epochs)}}/{epochs}"]
+    if ranges.steps(steps.trainer.eval_every):
+        cells.append(f"step {steps.step:{len(str(total))}}/{total}")
+    if parts.handle.sparse:
+        cells.append(f"{parts.handle.phase:6}")
+    return "  ".join(cells)
 
 
-def facts(row: Mapping[str, float], metric: str) -> list[str]:
-    """The figures of a row of ``metrics.jsonl``, as far as it has them, in words."""
-    columns = [
-        ("train/loss", lambda value: f"train loss {value:.4f}"),
-        (f"eval/{metric}", lambda value: f"val {metric} {value:.4f}"),
-        ("eval/loss", lambda value: f"val loss {value:.4f}"),
-        ("lr", lambda value: f"lr {value:.2e}"),
-        ("steps_per_second", lambda value: f"{value:.{0 if value >= 10 else 2}f} steps/s"),
-        ("items_per_second", lambda value: f"{_short(value)} items/s"),
-    ]
-    said = {key: words(row[key]) for key, words in columns if row.get(key) is not None}
-    return [*said.values()]
+def facts(row: Mapping[str, float], metric: str, brief: bool = False) -> list[str]:
+    """The figures of a row of ``metrics.jsonl``, as far as it has them, in words; ``brief``: those of
+    an epoch's line."""
+    columns = {
+        "train/loss": lambda value: f"train loss {value:.4f}",
+        f"eval/{metric}": lambda value: f"val {metric} {value:.4f}",
+        "eval/loss": lambda value: f"val loss {value:.4f}",
+        "lr": lambda value: f"lr {value:.2e}",
+        "steps_per_second": lambda value: f"{value:.{0 if value >= 10 else 2}f} steps/s",
+        "items_per_second": lambda value: f"{_short(value)} items/s",
+    }
+    keys = ("train/loss", f"eval/{metric}", "steps_per_second") if brief else columns
+    return [columns[key](row[key]) for key in keys if row.get(key) is not None]
 
 
 def _short(number: float) -> str:
@@ -255,18 +218,19 @@ def plan_lines(config: Config, parts: Parts) -> list[str]:
         weight.dense.numel() * (1 - weight.pattern.density) for weight in handle.sparse
     )
     cost = parts.cost
+    inference = (cost.forward, cost.inference(), cost.inference(hardware=True))
+    costs = [("an inference", inference), ("the training", planned_flops(parts))]
     if handle.sparse or activations.pattern is not None:
         lines.append(f"  density {nonzeros / total:.1%} of {total:,} parameters")
-        item_flops = (cost.forward, cost.forward_sparse, cost.forward_hardware)
-        for what, flops in (("an inference", item_flops), ("the training", planned_flops(parts))):
+        for what, flops in costs:
             dense, arithmetic, hardware = map(_short, flops)
             lines.append(
                 f"  FLOPs of {what}: {dense} dense, {arithmetic} sparse, {hardware} on 2:4 tensor cores"
             )
     else:
         lines.append(f"  {total:,} parameters")
-        inference, whole = _short(cost.forward), _short(planned_flops(parts)[0])
-        lines.append(f"  FLOPs of an inference: {inference}; of the training: {whole}")
+        dense_costs = "; of ".join(f"{what}: {_short(flops[0])}" for what, flops in costs)
+        lines.append(f"  FLOPs of {dense_costs}")
     return lines
 
 

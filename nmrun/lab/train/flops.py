@@ -3,10 +3,9 @@ sparse tensor cores skip."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -27,8 +26,9 @@ from nmrun.step.activations import SparseActivations
 TILE = 16  # rows of the smallest product of a tensor core
 
 
-class Densities(NamedTuple):
-    """What the three products of a layer cost in a training step, as shares of the dense ones."""
+class Products(NamedTuple):
+    """A number for each of the three products of a layer in a training step: its FLOPs for one item,
+    or their share in the dense ones."""
 
     forward: float = 1.0
     input_gradient: float = 1.0
@@ -70,7 +70,7 @@ def hardware_density(pattern: Pattern) -> float:
 
 def densities(
     recipe: Recipe, weight: SparseWeight, step: int | None = None, hardware: bool = False
-) -> Densities:
+) -> Products:
     """What the products of a sparse layer cost at a planned step, counted from 0; None: at the next
     one.
 
@@ -80,53 +80,24 @@ def densities(
     input's, which sums over the outputs, unless its weight is N:M along those too.
     """
     if recipe.dense_forward if step is None else recipe.planned_dense(step):
-        return Densities()
+        return Products()
     with recipe.at(recipe.step if step is None else step):
         rule = recipe.rule(weight)
         if rule.pruned_weight_factor or (
             step is None and not recipe.is_sparse and rule.pattern is None
         ):
-            return Densities()
+            return Products()
     pattern = rule.pattern or weight.pattern
     if hardware:
         halved = weight_density(pattern)
         again = recipe.transposable or _has_other_input_gradient(weight)
-        return Densities(halved, weight_density(pattern.by_rows) if again else 1.0)
+        return Products(halved, weight_density(pattern.by_rows) if again else 1.0)
     masked = rule.pruned_gradient_factor == 0
-    return Densities(pattern.density, pattern.density, pattern.density if masked else 1.0)
+    return Products(pattern.density, pattern.density, pattern.density if masked else 1.0)
 
 
 def _has_other_input_gradient(weight: SparseWeight) -> bool:
     return weight.layer is not None and weight.layer.other_input_gradient
-
-
-def activation_densities(
-    pattern: Pattern, feeds: bool, reads: bool, hardware: bool = False
-) -> Densities:
-    """The costs of a layer's products with pruned activations Z = m * A, by the equations of
-    ``nmrun.step.activations``.
-
-    Arithmetically, Y = Z W^T and all gradients are left with N/M of their multiplications: their
-    operand is Z or the gradient of what Z is made of, which is 0 where Z is, or m masks their
-    result. In hardware only an operand that is N:M along the sum counts: in Y = Z W^T and in dX =
-    dB V.
-    """
-    share = hardware_density(pattern) if hardware else pattern.density
-    others = 1.0 if hardware else share
-    shares = []
-    if feeds:
-        shares.append(Densities(1.0, share, others))
-    if reads:
-        shares.append(Densities(share, others, others))
-    return joint_densities(*shares, hardware=hardware)
-
-
-def joint_densities(*shares: Densities, hardware: bool) -> Densities:
-    """The shares with several sparse operands. Arithmetically it is their product, which is the
-    mean for independent zeros; hardware gains from one operand only."""
-    return Densities(
-        *((min if hardware else math.prod)(each) for each in zip(*shares, strict=True))
-    )
 
 
 # Parameters. Torch's Python for shapes on the meta device imports its compiler and sympy, 1.5 s, by
@@ -137,17 +108,6 @@ COMPUTED = 1_000_000
 PLANNED = 10_000
 
 
-class Products(NamedTuple):
-    """Dense FLOPs of the three products of layers, for one item."""
-
-    forward: float
-    input_gradient: float
-    weight_gradient: float
-
-    def saved(self, densities: Densities) -> float:
-        return sum(flops * (1.0 - share) for flops, share in zip(self, densities, strict=True))
-
-
 class LayerFlops(NamedTuple):
     """Layers with the same products. ``weight`` is one of their weights. They may feed or read
     activations that are pruned."""
@@ -156,6 +116,27 @@ class LayerFlops(NamedTuple):
     feeds: bool
     reads: bool
     products: Products
+
+    def densities(self, by_weight: Products, pruned: Pattern | None, hardware: bool) -> Products:
+        """What the products cost by the weight, and by activations Z = m * A that are ``pruned``, by
+        the equations of ``nmrun.step.activations``.
+
+        Arithmetically, Y = Z W^T and all gradients are left with N/M of their multiplications: their
+        operand is Z or the gradient of what Z is made of, which is 0 where Z is, or m masks their
+        result. In hardware only an operand that is N:M along the sum counts: in Y = Z W^T and in dX =
+        dB V. With several sparse operands the share is their product, which is the mean for
+        independent zeros; hardware gains from one alone.
+        """
+        costs = []
+        if pruned is not None:
+            share = hardware_density(pruned) if hardware else pruned.density
+            others = 1.0 if hardware else share
+            if self.feeds:
+                costs.append(Products(1.0, share, others))
+            if self.reads:
+                costs.append(Products(share, others, others))
+        joint = min if hardware else math.prod
+        return Products(*map(joint, zip(*costs, by_weight, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -178,58 +159,35 @@ class Flops:
     def dense(self) -> float:
         return self.forward + self.backward
 
-    @property
-    def forward_sparse(self) -> float:
+    def inference(self, hardware: bool = False) -> float:
         """Inference with the final weights, and activations as in the last step, without
-        multiplications by 0."""
-        return self._inference(hardware=False)
-
-    @property
-    def forward_hardware(self) -> float:
-        """The same on 2:4 sparse tensor cores; see :func:`weight_density`."""
-        return self._inference(hardware=True)
-
-    def _inference(self, hardware: bool) -> float:
-        pruned = self.activations is not None and self.activations.ends_sparse
+        multiplications by 0, or those that 2:4 tensor cores skip (see :func:`weight_density`)."""
+        at_end = self.activations
+        pruned = at_end.pattern if at_end is not None and at_end.ends_sparse else None
         total = self.forward
         for part in self.sparse:
-            shares = Densities()
+            shares = Products()
             if part.weight is not None:
                 pattern = part.weight.pattern
-                shares = Densities(weight_density(pattern) if hardware else pattern.density)
-            total -= part.products.forward * (
-                1.0 - self._shares(part, shares, pruned, hardware).forward
-            )
+                shares = Products(weight_density(pattern) if hardware else pattern.density)
+            share = part.densities(shares, pruned, hardware).forward
+            total -= part.products.forward * (1.0 - share)
         return total
 
     def training(self, recipe: Recipe, step: int | None = None, hardware: bool = False) -> float:
         """Forward and backward pass of one item, and a teacher's forward pass, at a planned step or
         the next."""
-        pruned = self.activations is not None and (
-            self.activations.sparse if step is None else self.activations.sparse_at(step)
-        )
+        now, pruned = self.activations, None
+        if now is not None and (now.sparse if step is None else now.sparse_at(step)):
+            pruned = now.pattern
         saved = 0.0
         for part in self.sparse:
-            shares = Densities()
+            shares = Products()
             if part.weight is not None:
                 shares = densities(recipe, part.weight, step, hardware)
-            saved += part.products.saved(self._shares(part, shares, pruned, hardware))
+            shares = part.densities(shares, pruned, hardware)
+            saved += sum(p * (1.0 - share) for p, share in zip(part.products, shares, strict=True))
         return self.dense + self.teacher - saved
-
-    def _shares(
-        self, part: LayerFlops, shares: Densities, pruned: bool, hardware: bool
-    ) -> Densities:
-        """What a layer costs by its weight (``shares``) and by ``pruned`` activations."""
-        if not pruned or not (part.feeds or part.reads):
-            return shares
-        assert self.activations is not None
-        assert self.activations.pattern is not None
-        pattern = self.activations.pattern
-        return joint_densities(
-            shares,
-            activation_densities(pattern, part.feeds, part.reads, hardware),
-            hardware=hardware,
-        )
 
     def planned(self, recipe: Recipe, total_steps: int, hardware: bool = False) -> float:
         """The mean of :meth:`training` over a run as planned. A switch that is decided during the
@@ -264,14 +222,16 @@ def count(
     feeds them, the next reads them."""
     parameters = list(model.parameters())
     small = sum(p.numel() for p in parameters) < COMPUTED and all(p.is_cpu for p in parameters)
+    # on a CPU an LSTM is one operator of oneDNN's, without a formula
+    computed = small and not any(isinstance(module, nn.LSTM) for module in model.modules())
     pruned = activations.modules if activations is not None and activations.pattern else ()
-    if small:
-        twin, forward, backward, items = _counted(model, task, pruned, "cpu")
-    else:
-        try:
-            twin, forward, backward, items = _counted(model, task, pruned, "meta")
-        except RuntimeError:  # the forward pass needed a value
-            twin, forward, backward, items = _counted(model, task, pruned, "cpu")
+    try:
+        counted = _counted(model, task, pruned, "cpu" if computed else "meta")
+    except RuntimeError:  # the forward pass needed a value
+        if computed:
+            raise
+        counted = _counted(model, task, pruned, "cpu")
+    twin, forward, backward, items = counted
     sparse = {_storage(twin.get_parameter(weight.name)): weight for weight in weights}
     feeds = {before for before, after in pairwise(forward.order) if after is None}
     reads = {after for before, after in pairwise(forward.order) if before is None}
@@ -304,27 +264,13 @@ def _counted(
     forward, backward = (_Counter(twin) for _ in range(2))
     for name in pruned:
         twin.get_submodule(name).register_forward_pre_hook(lambda *_: forward.order.append(None))
-    # attention and LSTMs as products, which are counted alike everywhere
-    with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH), _lstms_in_products(twin):
+    # attention as products, which are counted alike everywhere
+    with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
         with forward:
             loss = task.loss(twin, batch)
         with backward:
             loss.backward()
     return twin, forward, backward, task.size(batch)
-
-
-@contextlib.contextmanager
-def _lstms_in_products(model: nn.Module) -> Iterator[None]:
-    """Keep torch from using oneDNN's single operator for an LSTM; convolutions keep oneDNN, which
-    is faster."""
-    onednn: Any = torch.backends.mkldnn  # its flags() sets others too, and warns of one
-    before = onednn.enabled
-    if any(isinstance(module, nn.LSTM) for module in model.modules()):
-        onednn.enabled = False
-    try:
-        yield
-    finally:
-        onednn.enabled = before
 
 
 def _grouped_flops(

@@ -13,6 +13,7 @@ import hashlib
 import os
 import shutil
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, empty
 
-from nmrun.errors import ConfigError, RunError
+from nmrun.errors import ConfigError, RunError, refused
 from nmrun.kernels.layout import part_like
 from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
@@ -37,32 +38,31 @@ from nmrun.lab.train.weights import Replicated, network
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.select import select
+from nmrun.sparsity.weight import SparseWeight
 
-# what each option of the trainer has to be
-ALONE: dict[str, Any] = {"compile": False, "input_gradient": "exact"}
 FROM_LEADER = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-HINT = "use trainer.distributed=ddp"
 
 
 def check(config: Config, recipe: Recipe, task: Task, precision: str) -> None:
     """Refuse what cannot be trained on shards; ConfigError says what to use instead."""
     trainer, reason = config.trainer, ""
-    if wrong := [key for key, value in ALONE.items() if getattr(trainer, key) != value]:
+    whole = {
+        "compile": trainer.compile,
+        "input_gradient": trainer.input_gradient != "exact",
+        "precision": precision == "fp16",  # which scales the loss by whole gradients
+    }
+    if wrong := [key for key, needed in whole.items() if needed]:
         reason = f"trainer.{wrong[0]}={getattr(trainer, wrong[0])} needs whole weights"
-    elif recipe.looks_across_rows:
+    elif recipe.looks_across_rows or recipe.pattern.v > 1:
         permuted = " with permute=true" if getattr(recipe, "permute", False) else ""
-        reason = f"recipe {recipe.name}{permuted} looks across the rows of a weight"
-    elif recipe.pattern.v > 1:
-        reason = f"a {recipe.pattern} mask looks across the rows of a weight"
-    elif precision == "fp16":
-        reason = (
-            "trainer.precision=fp16 scales the loss by whole gradients (bf16 and fp32 need not)"
-        )
+        what = f"recipe {recipe.name}{permuted}, at {recipe.pattern},"
+        reason = f"{what} looks across the rows of a weight"
     elif task.metric == "bleu":
         reason = "beam search calls parts of the model"
     if reason:
         raise ConfigError(
-            f"trainer.distributed=fsdp keeps shards of each weight, and {reason}: {HINT}"
+            f"trainer.distributed=fsdp keeps shards of each weight, and {reason}: "
+            "use trainer.distributed=ddp"
         )
 
 
@@ -118,31 +118,21 @@ def shard(model: nn.Module, device: torch.device, transposed: Collection[str] = 
     """Let every process keep its part of each parameter, with the leader's values, on ``device``.
 
     Parameters in ``transposed``, which are stored (in, out), are cut along their second dimension,
-    all others along their first. ConfigError for what cannot be cut.
+    all others along their first. ConfigError for what torch cannot cut: single numbers, and outputs
+    of a transposed weight that the processes do not divide.
     """
-    along = {}
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 0:
-            raise ConfigError(
-                f"trainer.distributed=fsdp cannot cut {name}, a single number: {HINT}"
-            )
-        if name in transposed:
-            along[id(parameter)] = 1
-            if parameter.shape[1] % ranks.world():
-                raise ConfigError(
-                    f"trainer.distributed=fsdp cannot cut the {parameter.shape[1]} outputs of "
-                    f"{name}, which is stored transposed, for {ranks.world()} processes evenly: {HINT}"
-                )
+    along = {id(p): 1 for name, p in model.named_parameters() if name in transposed}
     on_meta = any(p.is_meta for p in model.parameters())
     values = model.state_dict() if ranks.leads() else {}
     mesh = init_device_mesh(device.type, (ranks.world(),))
-    for block in [*_blocks(model), model]:
-        fully_shard(
-            block,
-            mesh=mesh,
-            reshard_after_forward=True,
-            shard_placement_fn=lambda p: Shard(along.get(id(p), 0)),
-        )
+    with refused("trainer.distributed=fsdp: ", ValueError, NotImplementedError):
+        for block in [*_blocks(model), model]:
+            fully_shard(
+                block,
+                mesh=mesh,
+                reshard_after_forward=True,
+                shard_placement_fn=lambda p: Shard(along.get(id(p), 0)),
+            )
     model.to_empty(device=device) if on_meta else model.to(device)
     set_model_state_dict(model, values, options=FROM_LEADER)
     _agree(model.buffers())  # also those that are in no state dict
@@ -165,8 +155,6 @@ class Sharded(Replicated):
         saved = state["optimizer"]
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        if len(numbers) != len(parameters):
-            raise ValueError(f"{len(numbers)} parameters for an optimizer of {len(parameters)}")
         likes = dict(zip(numbers, parameters, strict=True))
         parts = {
             number: {key: part_like(value, likes[number]) for key, value in entries.items()}
@@ -192,14 +180,9 @@ class Sharded(Replicated):
                 state[name] = whole.detach().to("cpu", copy=True).contiguous()
         return state
 
-    def final_state_dict(self) -> dict[str, Tensor]:
-        sparse = {w.name: w for w in self.handle.sparse}
-        final: dict[str, Tensor] = {}
-        for name, tensor in sorted(self.model.state_dict().items()):
-            if (weight := sparse.get(name)) is not None:
-                tensor = weight.as_shard(self.handle.final_weight(weight))
-            final[name] = tensor.detach().to("cpu", copy=True)
-        return final
+    def _final(self, weight: SparseWeight) -> Tensor:
+        part: Tensor = weight.as_shard(self.handle.final_weight(weight))
+        return part
 
 
 def _agree(buffers: Iterable[Tensor]) -> None:
@@ -212,22 +195,23 @@ def _agree(buffers: Iterable[Tensor]) -> None:
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """The modules that FSDP gathers one at a time: the items of every outermost list of layers,
     except those that share a parameter with others."""
-    users: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        users.setdefault(id(parameter), []).append(name)
+    users = _users(model)
     blocks: list[nn.Module] = []
     outer: list[str] = []
     for name, module in model.named_modules():
         inner = any(name.startswith(f"{other}.") for other in outer)
         if isinstance(module, nn.ModuleList | nn.Sequential) and name and not inner:
             outer.append(name)
-            for part, child in module.named_children():
-                parameters = list(child.parameters())
-                if parameters and all(
-                    user.startswith(f"{name}.{part}.") for p in parameters for user in users[id(p)]
-                ):
+            for child in module.children():
+                own = _users(child)
+                if own and all(users[number] == count for number, count in own.items()):
                     blocks.append(child)
     return blocks
+
+
+def _users(model: nn.Module) -> Counter[int]:
+    """How often each parameter is used in a model."""
+    return Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
 
 
 # --- on the disk ----------------------------------------------------------------------------------

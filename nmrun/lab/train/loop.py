@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,32 +20,16 @@ from nmrun.lab.keys.config import Config
 from nmrun.lab.signals import Signals
 from nmrun.lab.train import checkpoint
 from nmrun.lab.train.build import Parts
-from nmrun.lab.train.console import Console, RunProgress
-from nmrun.lab.train.steps import (
-    TrainingSteps,
-    is_finite,
-    log_interval,
-    synchronize,
-)
+from nmrun.lab.train.console import Console, facts, where
+from nmrun.lab.train.steps import TrainingSteps, is_finite, log_interval, synchronize
 from nmrun.lab.train.track import Tracker
 from nmrun.lab.train.weights import Average
 from nmrun.recipes.base import Event
 from nmrun.sparsity.metrics import layer_metrics
 
-# what a checkpoint keeps of a loop's attributes
+# what a checkpoint keeps of the attributes of a loop and of its evaluations
 FIELDS = ("row", "events", "seconds", "training_seconds")
-
-
-class Due(NamedTuple):
-    """What follows a step. ``epoch`` and ``batch`` count from 0; the last step of a run ends its
-    epoch."""
-
-    epoch: int
-    batch: int
-    epoch_ends: bool
-    log: bool
-    evaluate: bool
-    save: bool
+EVALUATED = ("best", "best_weights", "candidates", "since_best", "last")
 
 
 class Evaluation:
@@ -69,9 +53,8 @@ class Evaluation:
         self.best_weights: dict[str, Tensor] = {}
         self.candidates = self.since_best = 0
         self.last: dict[str, float] = {}
-        self.improved = False
 
-    def row(self, epoch: int, signals: Signals) -> dict[str, float] | None:
+    def row(self, signals: Signals) -> dict[str, float] | None:
         """Evaluate on the validation split, and keep the weights if they are the best so far.
 
         Returns what is logged; None, and nothing has changed, where a signal came before or meanwhile.
@@ -100,15 +83,13 @@ class Evaluation:
             sparse &= self.trainer.evaluate != "dense"  # what is saved was not evaluated
         activations = self.parts.activations
         as_in_the_end = activations.sparse == activations.ends_sparse
-        self.improved = False
         if as_in_the_end and (sparse or not self.handle.sparse):
             self.candidates += 1
-            self.improved = self._is_best(row)
             self.since_best += 1
-            if self.improved:
+            if self._is_best(row):
                 self.since_best = 0
                 scores = {key: value for key, value in row.items() if key.startswith("eval/")}
-                self.best = {**scores, "epoch": epoch, "step": self.steps.step}
+                self.best = {**scores, "epoch": self.steps.epoch, "step": self.steps.step}
                 self.best_weights = self.strategy.final_state_dict()
         return row
 
@@ -157,20 +138,11 @@ class Evaluation:
             raise RunError(self.steps.not_finite(self.steps.step, what))
         return {f"{name}/{prefix}{key}": value for key, value in metrics.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "best": self.best,
-            "best_weights": self.best_weights,
-            "candidates": self.candidates,
-            "since_best": self.since_best,
-            "last": self.last,
-        }
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`; weights may be whole or this rank's parts."""
-        self.best, self.candidates = state["best"], state["candidates"]
-        self.since_best, self.last = state["since_best"], state["last"]
-        best = self.strategy.distribute(state["best_weights"])
+        """Restore :data:`EVALUATED`; weights may be whole or this rank's parts."""
+        for name in EVALUATED:
+            setattr(self, name, state[name])
+        best = self.strategy.distribute(self.best_weights)
         self.best_weights = {name: tensor.to("cpu") for name, tensor in best.items()}
 
 
@@ -191,16 +163,20 @@ class Loop:
         self.trainer, self.strategy = config.trainer, self.steps.strategy
         self.console, self.id = console, run_id
         self.acceleration = as_data({str(c.shape): c.times for c in parts.accelerated if c.times})
+        batches, every = self.task.batches_per_epoch, self.trainer.checkpoint_every
+        eval_steps = ranges.steps(self.trainer.eval_every)
+        # in steps
         self.log_every = log_interval(self.trainer.log_every, self.parts.total_steps)
-        self.epochs = -(-self.parts.total_steps // self.task.batches_per_epoch)
+        self.eval_every = eval_steps or batches * int(self.trainer.eval_every)
+        self.save_every = batches * every if isinstance(every, int) else batches
         self.row: dict[str, float] | None = None
         self.evaluation = Evaluation(self.steps, console)
         self.average = Average(self.model, self.handle, self.trainer.average)
         events = [*(Event(0, text) for text in parts.events), *self.handle.pop_events()]
         self.events = [event.record for event in events]
         self.seconds, self.training_seconds = parts.seconds, 0.0
-        self.clock = checkpoint.CheckpointClock(ranges.seconds(self.trainer.checkpoint_every))
-        self.progress = RunProgress(self.steps)
+        self.clock = checkpoint.CheckpointClock(ranges.seconds(every))
+        self.logged: dict[str, float] = {}  # the last values
 
     def train(self, folder: Path, tracker: Tracker | None, signals: Signals) -> bool:
         """Train to the last step, or until ``trainer.patience`` ends or there is a signal, on any
@@ -212,26 +188,24 @@ class Loop:
         earlier, began = self.seconds, time.perf_counter()
         begun = self.steps.step
         self._open_window()
-        self.progress.begin()
         self.clock.begin()
         self.model.train()
         while self._goes_on or self.row is not None:
-            due = self._due(self.steps.step if self.row is None else self.steps.step - 1)
-            row = self._step_row(due, self.steps.step > begun) if self.row is None else self.row
-            evaluated = self.evaluation.row(due.epoch + 1, signals) if due.evaluate else {}
-            put_off = evaluated is None
-            self.row = row if put_off else None
-            row = {**row, **(evaluated or {})}
-            if row and not put_off:
+            row = self._step_row(self.steps.step > begun) if self.row is None else self.row
+            step, evaluates = self.steps.step, self._is_due(self.eval_every)
+            evaluated = self.evaluation.row(signals) if evaluates else {}
+            self.row = row if evaluated is None else None
+            row |= evaluated or {}
+            if row and self.row is None:
                 if tracker is not None:
-                    tracker.log({"step": self.steps.step, "epoch": due.epoch + 1, **row})
-                self.progress.row |= row
-            if due.evaluate and not put_off:
-                improved = self.evaluation.improved
-                line = self.progress.epoch(best=improved)
-                self.console.detail(f"  {line}", style="green" if improved else "")
-            self.console.progress(self.progress.bar)
-            if self.steps.step < self.parts.total_steps and not self.evaluation.is_patient:
+                    tracker.log({"step": step, "epoch": self.steps.epoch, **row})
+                self.logged |= row
+            if evaluated:
+                self._say_evaluation()
+            if self.console.due():
+                figures = "  ".join(facts(self.logged, self.task.metric))
+                self.console.draw(where(self.steps), step, self.parts.total_steps, figures)
+            if step < self.parts.total_steps and not self.evaluation.is_patient:
                 self._say_early()
 
             self.seconds = earlier + time.perf_counter() - began
@@ -239,8 +213,8 @@ class Loop:
             caught, timely = ranks.each_of_any(
                 signals.caught is not None, ranks.leads() and self.clock.due()
             )
-            stop = put_off or caught
-            if save := due.save or timely or stop or not self._goes_on:
+            stop = caught or self.row is not None
+            if save := self._is_due(self.save_every) or timely or stop or not self._goes_on:
                 self._save(folder, tracker)
             if stop:
                 return False
@@ -253,6 +227,13 @@ class Loop:
     def _goes_on(self) -> bool:
         return self.steps.step < self.parts.total_steps and self.evaluation.is_patient
 
+    def _say_evaluation(self) -> None:
+        cells = [where(self.steps), *facts(self.logged, self.task.metric, brief=True)]
+        is_best = self.evaluation.best.get("step") == self.steps.step
+        if is_best:
+            cells.append("best")
+        self.console.detail(f"  {'  '.join(cells)}", style="green" if is_best else "")
+
     def _say_early(self) -> None:
         best = self.evaluation.best
         event = Event(
@@ -264,39 +245,24 @@ class Loop:
         self.events.append(event.record)
         self.console.say(f"  {event}")
 
-    def _due(self, step: int) -> Due:
-        trainer = self.trainer
-        epoch, index = divmod(step, self.task.batches_per_epoch)
-        every = trainer.checkpoint_every
-        epochs = every if isinstance(every, int) else 1
-        evaluated = ranges.steps(trainer.eval_every)
-        last = step + 1 == self.parts.total_steps
-        epoch_ends = last or index + 1 == self.task.batches_per_epoch
-        if evaluated:
-            evaluate = (step + 1) % evaluated == 0
-        else:
-            evaluate = epoch_ends and (epoch + 1) % int(trainer.eval_every) == 0
-        return Due(
-            epoch,
-            index,
-            epoch_ends,
-            log=last or (step + 1) % self.log_every == 0,
-            evaluate=last or evaluate,
-            save=last or (epoch_ends and (epoch + 1) % epochs == 0),
-        )
+    def _is_due(self, every: int, after: int = 0) -> bool:
+        """Whether the step that was made, or one ``after`` it, is the last or one of ``every``."""
+        step = self.steps.step + after
+        return step % every == 0 or step == self.parts.total_steps
 
-    def _step_row(self, due: Due, warm: bool) -> dict[str, float]:
+    def _step_row(self, warm: bool) -> dict[str, float]:
         """Make one step and return what is logged of it. The first step of a session is not
         ``warm``."""
-        began = time.perf_counter()
-        self.steps.train_step(due.epoch, due.batch, measure_flips=due.log)
-        if due.epoch_ends:
-            self.average.add(remaining=self.epochs - due.epoch - 1)
+        began, logs = time.perf_counter(), self._is_due(self.log_every, 1)
+        batches = self.task.batches_per_epoch
+        self.steps.train_step(*divmod(self.steps.step, batches), measure_flips=logs)
+        if self._is_due(batches):
+            self.average.add(-(-self.parts.total_steps // batches) - self.steps.epoch)
         for event in self.handle.pop_events():
             self.events.append(event.record)
             self.console.say(f"  {event}")
-        row = self._training_row() | self._speed() if due.log else {}
-        if due.evaluate or due.save or not warm:
+        row = self._training_row() | self._speed() if logs else {}
+        if not warm or self._is_due(self.eval_every) or self._is_due(self.save_every):
             synchronize(self.parts.device)
         if warm:
             self.training_seconds += time.perf_counter() - began
@@ -359,7 +325,8 @@ class Loop:
         """All that a resumed run needs to end with the same bits."""
         state = self.steps.state_dict()
         state["loop"] |= {name: getattr(self, name) for name in FIELDS}
-        state["loop"] |= {"checkpoint_seconds": self.clock.spent, **self.evaluation.state_dict()}
+        state["loop"] |= {name: getattr(self.evaluation, name) for name in EVALUATED}
+        state["loop"]["checkpoint_seconds"] = self.clock.spent
         return {
             **state,
             "average": self.average.state_dict(),

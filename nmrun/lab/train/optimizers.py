@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -18,20 +18,13 @@ from nmrun.errors import ConfigError, refused
 from nmrun.lab.keys.groups import CustomOptimizer, Optimizer
 from nmrun.registry import find
 
-Named = tuple[str, nn.Parameter]
-
 
 def optimizer_of(options: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of a model's parameters. ConfigError for ``head_lr`` without a layer named
     head."""
     not_arguments = ("head_lr", "decay", "target", "options")
     arguments = {k: v for k, v in options.values().items() if k not in not_arguments}
-    groups: Any = [
-        {"params": [parameter for _, parameter in named], **rate, **decay}
-        for parameters, rate in _by_rate(options, model)
-        for named, decay in _by_decay(options, parameters)
-        if named
-    ]
+    groups = _groups(options, model)
     if isinstance(options, CustomOptimizer):
         return _of_class(options, groups, arguments)
     if options.name == "sgd":
@@ -40,12 +33,38 @@ def optimizer_of(options: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
     return {"adam": optim.Adam, "adamw": optim.AdamW}[options.name](groups, **arguments)
 
 
+def _groups(options: Optimizer, model: nn.Module) -> Any:
+    """Parameters by their learning rate and weight decay: the head's come last, and of each those
+    that do not decay."""
+    head = nn.Module() if options.head_lr is None else getattr(model, "head", None)
+    if not isinstance(head, nn.Module):
+        raise ConfigError(
+            f"optimizer.head_lr={options.head_lr}: this model has no layer named head"
+        )
+    in_head = {id(parameter) for parameter in head.parameters()}
+    groups: list[dict[str, Any]] = [
+        {"params": [], **rate, **decay}
+        for rate in ({}, {"lr": options.head_lr})
+        for decay in ({}, {"weight_decay": 0.0})
+    ]
+    for name, parameter in model.named_parameters():
+        spared = options.decay != "all" and not is_matrix(name, parameter)
+        groups[2 * (id(parameter) in in_head) + spared]["params"].append(parameter)
+    return [group for group in groups if group["params"]]
+
+
+def _found(key: str, path: str, base: type) -> tuple[str, Any]:
+    """A class that a key names by its dotted path, and the key with it. ConfigError unless it is a
+    kind of ``base``."""
+    kind = find(key, path, {})
+    if not (isinstance(kind, type) and issubclass(kind, base)):
+        raise ConfigError(f"{key}={path} is no {base.__name__} of torch's")
+    return f"{key}={path}", kind
+
+
 def _of_class(options: CustomOptimizer, groups: Any, common: dict[str, Any]) -> Any:
     """An optimizer by its dotted path. ConfigError for what is none, and for its own refusals."""
-    said = f"optimizer.target={options.target}"
-    kind = find("optimizer.target", options.target, {})
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise ConfigError(f"{said} is no torch.optim.Optimizer")
+    said, kind = _found("optimizer.target", options.target, torch.optim.Optimizer)
     if "weight_decay" not in inspect.signature(kind).parameters and not options.weight_decay:
         del common["weight_decay"]
     with refused(f"{said}: ", TypeError, ValueError, RuntimeError):
@@ -62,33 +81,6 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
     code and timm spare as well.
     """
     return parameter.dim() > 1 and "weight" in name.rpartition(".")[2] and "cpb_mlp" not in name
-
-
-def _by_rate(
-    options: Optimizer, model: nn.Module
-) -> Iterator[tuple[list[Named], dict[str, float]]]:
-    every = list(model.named_parameters())
-    if options.head_lr is None:
-        yield every, {}
-        return
-    head = getattr(model, "head", None)
-    if not isinstance(head, nn.Module):
-        raise ConfigError(
-            f"optimizer.head_lr={options.head_lr}: this model has no layer named head"
-        )
-    head_ids = {id(parameter) for parameter in head.parameters()}
-    yield [(name, p) for name, p in every if id(p) not in head_ids], {}
-    yield [(name, p) for name, p in every if id(p) in head_ids], {"lr": options.head_lr}
-
-
-def _by_decay(
-    options: Optimizer, named: list[Named]
-) -> Iterator[tuple[list[Named], dict[str, float]]]:
-    if options.decay == "all":
-        yield named, {}
-        return
-    yield [(name, p) for name, p in named if is_matrix(name, p)], {}
-    yield [(name, p) for name, p in named if not is_matrix(name, p)], {"weight_decay": 0.0}
 
 
 def schedule_factor(
@@ -113,31 +105,6 @@ def schedule_factor(
     return factor
 
 
-def inverse_sqrt_factor(warmup_steps: int, start: float = 0.0) -> Callable[[int], float]:
-    """The schedule of the Transformer (Vaswani et al. 2017, equation 3) as fairseq has it,
-    likewise.
-
-    It rises linearly from ``start`` to 1 at step ``warmup_steps``, then it is ``sqrt(warmup_steps /
-    step)``.
-    """
-    return lambda step: (
-        start + (1.0 - start) * step / warmup_steps
-        if step < warmup_steps
-        else math.sqrt(warmup_steps / step)
-    )
-
-
-def multistep_factor(
-    warmup_steps: int, milestones: Sequence[int], gamma: float
-) -> Callable[[int], float]:
-    """Likewise: after the warm-up ``gamma`` to the number of milestones, which are steps, so far."""
-    return lambda step: (
-        (step + 1) / warmup_steps
-        if step < warmup_steps
-        else gamma ** bisect_right(milestones, step)
-    )
-
-
 def custom_factor(
     target: str, arguments: Mapping[str, Any], lr: float, length: int, every: int = 1
 ) -> Callable[[int], float]:
@@ -147,10 +114,7 @@ def custom_factor(
     ``length``: how often it steps in the run, once in ``every`` optimizer steps. ConfigError for
     what is no such schedule, and for its own refusals.
     """
-    said = f"schedule.target={target}"
-    kind = find("schedule.target", target, {})
-    if not (isinstance(kind, type) and issubclass(kind, LRScheduler)):
-        raise ConfigError(f"{said} is no torch.optim.lr_scheduler.LRScheduler")
+    said, kind = _found("schedule.target", target, LRScheduler)
     parameters = inspect.signature(kind).parameters
     own = {key: length for key in ("total_steps", "T_max") if key in parameters}
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr)
@@ -175,17 +139,27 @@ def scheduled(
     options: dict[str, Any], lr: float, total_steps: int, batches: int = 1
 ) -> Callable[[int], float]:
     """The schedule of a config, likewise; an epoch has ``batches`` steps. With ``cycles`` above 1 it
-    is repeated, each time over an equal share of the steps."""
+    is repeated, each time over an equal share of the steps.
+
+    ``inverse_sqrt`` is that of the Transformer (Vaswani et al. 2017, equation 3) as fairseq has it:
+    it rises linearly to 1 at step ``warmup_steps``, then it is ``sqrt(warmup_steps / step)``. After
+    ``multistep``'s warm-up it is ``gamma`` to the number of milestones so far.
+    """
     if options["name"] == "custom":
         every = batches if options["interval"] == "epoch" else 1
         length = -(-total_steps // every)
         return custom_factor(options["target"], options["options"] or {}, lr, length, every)
     if options["name"] == "multistep":
+        warmup, gamma = round(options["warmup"] * total_steps), options["gamma"]
         milestones = [round(at * total_steps) for at in options["milestones"]]
-        warmup = round(options["warmup"] * total_steps)
-        return multistep_factor(warmup, milestones, options["gamma"])
+        return lambda step: (
+            (step + 1) / warmup if step < warmup else gamma ** bisect_right(milestones, step)
+        )
     if options["name"] == "inverse_sqrt":
-        return inverse_sqrt_factor(options["warmup_steps"], options["init_lr"] / lr)
+        warmup, start = options["warmup_steps"], options["init_lr"] / lr
+        return lambda step: (
+            start + (1.0 - start) * step / warmup if step < warmup else math.sqrt(warmup / step)
+        )
     cycles = min(options["cycles"], max(1, total_steps))  # a cycle has at least one step
     begins = [round(cycle * total_steps / cycles) for cycle in range(cycles + 1)]
 

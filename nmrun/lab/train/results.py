@@ -49,12 +49,15 @@ def write(
     where it cannot be written.
     """
     described = environment(loop.parts.device if loop else torch.device("cpu"))
+    packages = {path.partition(".")[0] for path in sources.targets(config.plain).values()}
+    described |= {name: version for name in sorted(packages) if (version := version_of(name))}
     if loop:
         described["precision"] = loop.parts.precision
-    for path in sources.targets(config.plain).values():
-        package = path.partition(".")[0]
-        if version := version_of(package):
-            described[package] = version
+    if command:
+        described["command"] = command
+    steps = loop.parts.total_steps if loop else None
+    if loop and outcome["status"] == "finished":
+        steps = loop.steps.step
     result: dict[str, Any] = documents.strict(
         {
             "status": outcome["status"],
@@ -64,8 +67,8 @@ def write(
             "sparsity": {},
             "flops": loop.steps.flops_used if loop else {},
             "events": loop.events if loop else [],
-            "environment": described | ({"command": command} if command else {}),
-            "steps": _steps(outcome, loop),
+            "environment": described,
+            "steps": steps,
             "seconds": round(loop.seconds, 3) if loop else 0.0,
             "training_seconds": round(loop.training_seconds, 3) if loop else 0.0,
             "checkpoint_seconds": round(loop.clock.spent, 3) if loop else 0.0,
@@ -81,14 +84,6 @@ def write(
     return result
 
 
-def _steps(outcome: dict[str, Any], loop: Loop | None) -> int | None:
-    """The steps of a run: those that it made, where it has finished, else those that it plans."""
-    if loop is None:
-        return None
-    finished = outcome["status"] == "finished"
-    return loop.steps.step if finished else loop.parts.total_steps
-
-
 def summary(result: dict[str, Any]) -> dict[str, Any]:
     """What loggers show of a run that has ended, without nesting: metrics, those of the best
     weights under ``best/``, FLOPs under ``flops/``, and how it ended."""
@@ -102,6 +97,7 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | None) -> None:
+    console.clear()
     if result["status"] == "failed":
         where = f"{folder} (run.log has the traceback)"
         console.say(f"nmrun: failed: {result['error']}\n  {where}", error=True, style="bold red")
@@ -135,10 +131,9 @@ def finish(folder: Path, loop: Loop) -> dict[str, Any]:
     """
     evaluation, report = loop.evaluation, loop.handle.report()
     began, metric = time.perf_counter(), f"eval/{loop.task.metric}"
-    last = evaluation.last if evaluation.last.get("step") == loop.steps.step else {}
-    validation = {key: value for key, value in last.items() if key.startswith("eval/")}
-    if loop.average.last > 1:
-        validation = {}
+    is_final = evaluation.last.get("step") == loop.steps.step and loop.average.last == 1
+    last = evaluation.last.items() if is_final else ()
+    validation = {key: value for key, value in last if key.startswith("eval/")}
     dense = evaluation.evaluate_dense("test")
     if not validation:
         dense |= evaluation.evaluate_dense("val")
@@ -151,15 +146,11 @@ def finish(folder: Path, loop: Loop) -> dict[str, Any]:
     best: dict[str, float] = dict(evaluation.best)
     if best:
         save_weights(folder / BEST, loop.strategy.gather(evaluation.best_weights))
-    final = (validation or evaluation.evaluate("val")) | evaluation.evaluate("test") | dense
+    validated, tested = validation or evaluation.evaluate("val"), evaluation.evaluate("test")
+    final = validated | tested | dense
     if not math.isfinite(final[metric]):
         raise RunError(f"the final {metric} is not finite")
     if best:
-        tested = {
-            key: value
-            for key, value in final.items()
-            if key.startswith("test/") and "/dense/" not in key
-        }
         if not validation or best["step"] != loop.steps.step:
             loop.model.load_state_dict(evaluation.best_weights)
             tested = evaluation.evaluate("test")
@@ -221,20 +212,19 @@ def _checkout() -> tuple[str | None, bool | None]:
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None, None
+    words = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        commit, changes = (
-            subprocess.run(
-                ["git", "--no-optional-locks", "-C", str(root), *words],
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=10,
-            ).stdout.strip()
-            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-        )
+        described = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(root), *words],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None, None
-    return commit, bool(changes)
+    commit, _, dirty = described.partition("-")
+    return commit, bool(dirty)
 
 
 def _processor() -> str:

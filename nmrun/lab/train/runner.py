@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,11 @@ from nmrun.lab.runs.run_folder import (
     weights_in,
 )
 from nmrun.lab.signals import Signals, of_interrupt
-from nmrun.lab.train import build, checkpoint, console, results, trials
+from nmrun.lab.train import build, checkpoint, console, results, steps
 from nmrun.lab.train.build import Parts
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
-from nmrun.lab.train.track import Tracker
+from nmrun.lab.train.track import TrackedRun, Tracker
 from nmrun.recipes.base import Event
 
 
@@ -106,26 +107,36 @@ def _plan(config: Config, sweep: str | None) -> dict[str, Any]:
 
 def _planned(config: Config, state: dict[str, Any] | None, brief: bool) -> tuple[Parts, list[str]]:
     """The parts of a run, and the lines of its plan, which are shown: nearly all before products
-    are timed, which may take minutes."""
-    screen, times = Console(None, brief), (state or {}).get("acceleration")
-    parts = trials.parts(config, state)
+    are timed, which may take minutes. A checkpoint ``state`` says what a run that goes on keeps."""
+    screen, known, events = Console(None, brief), state or {}, list[str]()
+    total_steps = known.get("total_steps")
+    if total_steps is None and (config.trainer.budget or "").startswith("seconds:"):
+        total_steps, event = steps.steps_of_budget(config)
+        events.append(event)
+    parts = build.assembled(config, total_steps, known.get("precision"))
     plan = console.plan_lines(config, parts)
     for line in plan:
         screen.detail(line)
-    parts = build.accelerated(config, parts, times)
+    parts = build.accelerated(config, replace(parts, events=events), known.get("acceleration"))
     products = [f"  {line}" for line in measurement.lines(parts.accelerated)]
     for line in products:
         screen.detail(line)
     return parts, plan + products
 
 
-def _failure(error: Exception | SystemExit) -> dict[str, Any]:
-    """The outcome of a run that this error ended."""
-    line = (str(error).strip().splitlines() or [""])[0]
+def _failure(error: Exception | SystemExit, loop: Loop | None = None) -> dict[str, Any]:
+    """The outcome of a run that this error ended; where memory runs out, with what to try."""
+    line = first_line(error)
     message = line if isinstance(error, RunError) else f"{type(error).__name__}: {line}"
-    if isinstance(error, OSError) and error.errno in atomic.FULL:
-        message = f"{error.filename}: {error.strerror}"
     of_machine = isinstance(error, (OSError, MemoryError, SafetensorError))
+    # a MemoryError of Python's before training comes from the data or network, not the batch size
+    of_others = loop is None and isinstance(error, MemoryError)
+    if checkpoint.out_of_memory(error) and not of_others:
+        where = "before training" if loop is None else f"step {loop.steps.step + 1}"
+        message = f"{where}: out of memory ({line}). Try a larger trainer.accumulate"
+        of_machine = False
+    elif isinstance(error, OSError) and error.errno in atomic.FULL:
+        message = f"{error.filename}: {error.strerror}"
     return {"status": "failed", "error": message, "of_machine": of_machine}
 
 
@@ -185,7 +196,7 @@ class _Run:
     def _outcome(self) -> dict[str, Any]:
         """Train, and return the outcome whatever happened. From then on signals wait."""
         try:
-            outcome = self._train()
+            outcome = self._session()
             self.signals.then = "wait"
             return outcome
         except ConfigError:
@@ -204,7 +215,7 @@ class _Run:
             time.sleep(0.1)
             if self.signals.caught is not None:
                 return self._interrupted(signal.SIGTERM)
-            return _failure(error)
+            return _failure(error, self.loop)
 
     def _interrupted(self, otherwise: signal.Signals) -> dict[str, Any]:
         return {"status": "interrupted", "signal": int(self.signals.caught or otherwise)}
@@ -218,30 +229,21 @@ class _Run:
         results.say(ended, self.folder, self.console, self.loop)
         return ended
 
-    def _train(self) -> dict[str, Any]:
-        """Train to the end. RunError where memory runs out, with what to try."""
-        try:
-            return self._session()
-        except Exception as error:
-            # a MemoryError of Python's before training comes from the data or network, not the
-            # batch size
-            others = self.loop is None and isinstance(error, MemoryError)
-            if others or not checkpoint.out_of_memory(error):
-                raise
-            self.alone = ranks.world() > 1  # the others wait for a gradient that never comes
-            where = "before training" if self.loop is None else f"step {self.loop.steps.step + 1}"
-            raise RunError(
-                f"{where}: out of memory ({first_line(error)}). Try a larger trainer.accumulate"
-            ) from error
-
     def _session(self) -> dict[str, Any]:
-        config, folder = self.config, self.folder
-        fresh = not config.resume or (config.force and not _forced_before(folder))
+        """Train to the end, from the last checkpoint if there is one."""
+        config, folder, run_dir = self.config, self.folder, RunFolder(self.folder)
+        # with force=true a run goes on that was begun with it here, and cut off
+        cut_off = not run_dir.problem and run_dir.result.get("status") in (None, "interrupted")
+        forced = config.force and not (cut_off and run_dir.begun.get("force") is True)
+        fresh = forced or not config.resume
         state, complaints = (None, []) if fresh else checkpoint.load_last(folder)
         if state is None and not (fresh or complaints) and (folder / CONFIG).exists():
             complaints = ["begins anew: it ended before its first checkpoint"]
-        self._refuse_other_run(state)
-        run_dir = RunFolder(folder)
+        if state is not None and state["id"] != self.id:
+            raise RunError(
+                f"checkpoint.pt is of run {state['id']}, this is run {self.id}: put this run's own "
+                "checkpoint back, or start over with force=true"
+            )
         prefix = "finished before, but " if run_dir.is_finished else ""
         complaints += [f"{prefix}{name}: {what}" for name, what in run_dir.broken().items()]
         rows = (state or {}).get("rows")
@@ -271,9 +273,9 @@ class _Run:
         if ranks.leads():
             # a row that a signal put off is still to come, also where it was logged and then a kill came
             step = loop.steps.step - (loop.row is not None)
-            say = self.console.say
-            self.tracker = Tracker(folder, config.plain, self.id, self.sweep, step, say, rows)
-            for text in self.tracker.events:
+            about = TrackedRun(folder, config.plain, self.id, self.sweep)
+            self.tracker = Tracker(about, step, self.console.say, rows)
+            if text := self.tracker.problem:
                 loop.events.append(Event(step, text, "log").record)
                 self.console.say(f"  {text}")
 
@@ -284,13 +286,6 @@ class _Run:
                     return self._interrupted(signal.SIGTERM)  # another rank's, if not ours
         with self.signals.set("act" if alone else "wait"):
             return results.finish(folder, loop)
-
-    def _refuse_other_run(self, state: dict[str, Any] | None) -> None:
-        if state is not None and state["id"] != self.id:
-            raise RunError(
-                f"checkpoint.pt is of run {state['id']}, this is run {self.id}: put this run's own checkpoint back, "
-                "or start over with force=true"
-            )
 
 
 def _other_code(config: Config, begun: dict[str, Any]) -> list[str]:
@@ -312,11 +307,3 @@ def _restore(loop: Loop, folder: Path, state: dict[str, Any]) -> None:
         raise RunError(
             f"checkpoint.pt does not fit this version of the code; force=true starts over ({error})"
         ) from error
-
-
-def _forced_before(folder: Path) -> bool:
-    """Whether ``force=true`` has begun the run in this folder and was cut off: it goes on then."""
-    run_dir = RunFolder(folder)
-    forced = run_dir.begun.get("force") is True
-    cut_off = not run_dir.problem and run_dir.result.get("status") in (None, "interrupted")
-    return forced and cut_off

@@ -2,26 +2,31 @@
 ``optimizer.step``.
 
 Recipes do not appear here. Their hooks hang on ``optimizer.step``, which sees the gradient of the
-whole batch, unscaled and clipped.
+whole batch, unscaled and clipped. A trial before the first step tells how many fill a budget of
+seconds: the same run in miniature, which leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
-from typing import Any
+import time
+from itertools import groupby
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from nmrun.errors import RunError
+from nmrun.errors import ConfigError, RunError
 from nmrun.lab import ranks
 from nmrun.lab.keys.config import Config
 from nmrun.lab.tasks.base import Batch
-from nmrun.lab.train.build import Parts, autocast
+from nmrun.lab.train.build import Parts, autocast, build, check_length
 from nmrun.lab.train.optimizers import scheduled
 from nmrun.lab.train.weights import Replicated
 
+COUNTS = ("step", "updates", "losses", "flops")  # what a checkpoint keeps of the attributes
 SMALLEST_SCALE = 2.0**-24  # a loss scale below this means that no step can succeed any more
 MOST_ROWS = 20_000  # of training steps in metrics.jsonl: ten to twenty megabytes of a small network
 
@@ -99,6 +104,11 @@ class TrainingSteps:
         self.updates += int(self.scaler.get_scale() >= scale)
         optimizer.zero_grad(set_to_none=True)
 
+    @property
+    def epoch(self) -> int:
+        """That of the last step, from 1; 0 before the first step."""
+        return -(-self.step // self.parts.task.batches_per_epoch)
+
     def _shares(self, epoch: int, index: int) -> list[tuple[Batch, float]]:
         """This rank's micro-batches and their shares in the batch's loss. A rank that has none
         takes part with one whose share is 0."""
@@ -118,30 +128,24 @@ class TrainingSteps:
 
     def _averaged_over_ranks(self, now: bool) -> contextlib.AbstractContextManager[Any]:
         """For a micro-batch: gradients are averaged over the ranks after the last one alone."""
-        everywhere = (
-            now or ranks.world() == 1 or self.strategy.in_step
-        )  # FSDP keeps no whole gradient
-        return contextlib.nullcontext() if everywhere else self.forward.no_sync()
+        if now or ranks.world() == 1 or self.strategy.in_step:  # FSDP keeps no whole gradient
+            return contextlib.nullcontext()
+        return cast(contextlib.AbstractContextManager[Any], self.forward.no_sync())
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return autocast(self.parts.device, self.parts.precision)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of model, optimizer and scaler, and the counts under ``loop``."""
-        counts = {
-            "step": self.step,
-            "updates": self.updates,
-            "losses": list(self.losses),
-            "flops": dict(self.flops),
-        }
+        counts = {name: copy.copy(getattr(self, name)) for name in COUNTS}
         return {**self.strategy.state_dict(), "scaler": self.scaler.state_dict(), "loop": counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.strategy.load_state_dict(state)
         self.scaler.load_state_dict(state["scaler"])
-        counts = state["loop"]
-        self.step, self.updates, self.flops = counts["step"], counts["updates"], counts["flops"]
-        self.losses = [loss.to(self.parts.device) for loss in counts["losses"]]
+        for name in COUNTS:
+            setattr(self, name, state["loop"][name])
+        self.losses = [loss.to(self.parts.device) for loss in self.losses]
         self.parts.activations.at(max(0, self.step - 1))  # evaluations prune as the last step did
 
     # --- what it costs ----------------------------------------------------------------------------
@@ -164,8 +168,8 @@ class TrainingSteps:
         cost = self.parts.cost
         return {
             **self.flops,
-            "inference_arithmetic": round(cost.forward_sparse),
-            "inference_hardware": round(cost.forward_hardware),
+            "inference_arithmetic": round(cost.inference()),
+            "inference_hardware": round(cost.inference(hardware=True)),
         }
 
     # --- what can go wrong ------------------------------------------------------------------------
@@ -218,3 +222,79 @@ def synchronize(device: torch.device) -> None:
 def is_finite(tensor: Tensor) -> bool:
     """Whether a tensor has no NaN and no infinity; whole numbers have none."""
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+# --- a budget of seconds --------------------------------------------------------------------------
+
+FIRST_LOOK = 6  # steps whose time decides how long the trial can be
+SHARE = 0.05  # of the budget, for the trial
+SHORTEST, LONGEST = 30, 300  # steps of the trial
+WARM_UP = 3  # steps of a phase that are not counted: compilers, caches, a change of masks
+
+
+def steps_of_budget(config: Config) -> tuple[int, str]:
+    """The steps that fill ``trainer.budget=seconds:...``, and a sentence for the log.
+
+    Seconds are those of training steps: neither evaluation nor checkpoints, compilation or what
+    happens once between two phases. ConfigError where the recipe cannot make a run of so few steps,
+    or the budget is shorter than an epoch, or than those that are averaged.
+    """
+    budget = str(config.trainer.budget)
+    seconds = float(budget.removeprefix("seconds:"))
+    rough, epoch = _trial(config, None, FIRST_LOOK, config.trainer.log_every)
+    most = max(1, round(seconds / rough))
+    length = min(max(SHORTEST, round(SHARE * most)), LONGEST)
+    every = log_interval(config.trainer.log_every, most)
+    while True:
+        try:
+            pace, _ = _trial(config, length, length, every)
+            break
+        except ConfigError:  # phases that do not fit into so few steps
+            if length >= most:
+                raise
+            length = min(2 * length, most)
+    steps = round(seconds / pace)
+    check_length(config, steps, epoch)
+    return steps, (
+        f"{steps} steps of {1e3 * pace:.3g} ms fill trainer.budget={budget}, "
+        f"by a trial of {length} steps"
+    )
+
+
+def _trial(
+    config: Config, total_steps: int | None, steps: int, log_every: int
+) -> tuple[float, int]:
+    """The mean seconds of the first ``steps`` of a run, by :func:`mean_by_phase` and the leader's
+    clock; and the batches of an epoch."""
+    parts = build(config, total_steps)
+    trial = TrainingSteps(config, parts)
+    parts.model.train()
+    durations: list[tuple[str, float]] = []
+    for step in range(min(steps, parts.total_steps)):
+        began = time.perf_counter()
+        measure = (step + 1) % log_every == 0
+        trial.train_step(*divmod(step, parts.task.batches_per_epoch), measure_flips=measure)
+        synchronize(parts.device)
+        durations.append((parts.handle.phase, time.perf_counter() - began))
+    epoch = parts.task.batches_per_epoch
+    del trial, parts
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return ranks.from_leader(mean_by_phase(durations)), epoch
+
+
+def mean_by_phase(durations: list[tuple[str, float]]) -> float:
+    """Compute the mean seconds of a step.
+
+    Each phase counts by its number of steps, with the mean over all but its first ones (three, or
+    half where there are few).
+
+    Args:
+        durations: the phase and the seconds of each step, in order.
+    """
+    total = 0.0
+    for _, steps in groupby(durations, key=lambda step: step[0]):
+        seconds = [second for _, second in steps]
+        counted = seconds[min(WARM_UP, len(seconds) // 2) :]
+        total += len(seconds) * sum(counted) / len(counted)
+    return total / len(durations)

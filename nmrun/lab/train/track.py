@@ -1,32 +1,34 @@
 """Where the numbers go: ``metrics.jsonl`` always, and the loggers of ``track`` (W&B, TensorBoard, MLflow).
 
 Loggers never stop or delay a run. They work in a thread of their own, and an error of theirs is a
-line of text. Each has a function that begins a run there, or returns None if logging is off."""
+line of text."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
-import math
 import netrc
 import os
 import shlex
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 from urllib.parse import urlparse
 
 from nmrun import atomic
+from nmrun.errors import first_line
 from nmrun.lab.keys.config import flatten
 from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import FINAL, METRICS
 from nmrun.patterns import written
+
+Rows = list[dict[str, Any]]
 
 
 class Tracker:
@@ -35,54 +37,41 @@ class Tracker:
 
     Rows of steps after ``step``, where training begins, are dropped: they will be logged again.
     ``mark`` stands for the rows that the file should have (None: not known), then for those that it
-    has. ``events`` says which are lost."""
+    has: their number, and a checksum of them all. ``problem`` says where rows are lost."""
 
     def __init__(
-        self,
-        folder: Path,
-        config: dict[str, Any],
-        run_id: str,
-        group: str | None,
-        step: int,
-        say: Callable[[str], None],
-        mark: list[int] | None = None,
+        self, run: TrackedRun, step: int, say: Callable[[str], None], mark: list[int] | None = None
     ) -> None:
-        path = folder / METRICS
-        rows = documents.read_lines(path)[0] if step else []
-        history = [row for row in rows if _step(row) <= step]
-        lines = [f"{json.dumps(row)}\n" for row in history]
-        self.mark = [0, 0]
-        for line in lines:
-            self._count(line)
-        self.events = _lost(self.mark, mark)
-        atomic.write(path, "".join(lines))
-        self._path, self._file = path, path.open("a")
-        self._say = say
+        self._path, self._say, self.mark = run.folder / METRICS, say, [0, 0]
+        rows = documents.read_lines(self._path)[0] if step else []
+        history = [row for row in rows if type(row.get("step")) is int and row["step"] <= step]
+        atomic.write(self._path, "".join(map(self._line, history)))
+        self.problem = ""
+        if mark not in (None, self.mark):
+            self.problem = f"{METRICS}: not the {mark[0]} rows that were logged; it was changed"
+        self._file = self._path.open("a")
         self._loggers: dict[str, Logger] = {}  # by name; the thread's own
         self._to_say: list[str] = []  # what the thread leaves to the next log() or finish()
-        self._thread: ThreadPoolExecutor | None = None
-        run = TrackedRun(folder, config, run_id, group, history, self._to_say.append)
-        track = config["track"]
+        track = run.config["track"]
         names = [name for name in (track["name"], *track["also"]) if name in LOGGERS]
-        if names:
-            # importing and starting a logger takes a second; training need not wait for it
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="loggers")
-            self._thread.submit(self._begin, dict.fromkeys(names), run)
+        # importing and starting a logger takes a second; training need not wait for it
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="loggers")
+        for name in dict.fromkeys(names):
+            self._thread.submit(self._begin, name, run, history)
 
     def log(self, row: dict[str, Any]) -> None:
         """Write one row, with the ``time`` in seconds since 1970. Numbers that are not finite
         become null, which every JSON reader knows."""
         row = {**documents.strict(row), "time": round(time.time(), 3)}
-        line = json.dumps(row) + "\n"
         with atomic.disk_errors(self._path):
-            self._file.write(line)
+            self._file.write(self._line(row))
             self._file.flush()
-        self._count(line)
         self._tell(lambda logger: logger.log(row))
 
-    def _count(self, line: str) -> None:
-        """``mark`` is the number of rows, and a checksum of them all."""
+    def _line(self, row: dict[str, Any]) -> str:
+        line = f"{json.dumps(row)}\n"
         self.mark = [self.mark[0] + 1, zlib.crc32(line.encode(), self.mark[1])]
+        return line
 
     def sync(self) -> None:
         """Put the rows on disk; called before a checkpoint that counts on them."""
@@ -92,27 +81,23 @@ class Tracker:
         with contextlib.suppress(OSError):  # rows lost to a full disk have been reported already
             self._file.close()
         self._tell(lambda logger: logger.finish(summary, exit_code))
-        if self._thread is not None:
-            self._thread.shutdown()
+        self._thread.shutdown()
         self._speak()
 
     # --- loggers ------------------------------------------------------------------------------
 
     def _tell(self, action: Callable[[Logger], Any]) -> None:
         """Let the thread call ``action`` for each logger that has begun."""
-        if self._thread is not None:
-            self._thread.submit(self._do, action)
+        self._thread.submit(self._do, action)
         self._speak()
 
     def _speak(self) -> None:
         while self._to_say:
             self._say(self._to_say.pop(0))
 
-    def _begin(self, names: Iterable[str], run: TrackedRun) -> None:
-        for name in names:
-            with self._off_by_errors(name):
-                if (logger := LOGGERS[name][1](run)) is not None:
-                    self._loggers[name] = logger
+    def _begin(self, name: str, run: TrackedRun, history: Rows) -> None:
+        with self._off_by_errors(name):
+            self._loggers[name] = LOGGERS[name](run, history, self._to_say.append)
 
     def _do(self, action: Callable[[Logger], Any]) -> None:
         for name, logger in list(self._loggers.items()):
@@ -126,22 +111,10 @@ class Tracker:
             yield
         except Exception as error:
             self._loggers.pop(name, None)
-            reason = (str(error).strip().splitlines() or [""])[0]
+            title, line = LOGGERS[name].title, first_line(error)
             self._to_say.append(
-                f"{LOGGERS[name][0]} is off for this run ({type(error).__name__}: {reason}); metrics.jsonl has everything"
+                f"{title} is off for this run ({type(error).__name__}: {line}); metrics.jsonl has everything"
             )
-
-
-def _step(row: dict[str, Any]) -> float:
-    step = row.get("step")
-    return step if type(step) is int else math.inf
-
-
-def _lost(actual: list[int], expected: list[int] | None) -> list[str]:
-    """A message about rows that the checkpoint counts on and that are missing."""
-    if expected is None or actual == expected:
-        return []
-    return [f"metrics.jsonl: not the {expected[0]} rows that were logged; it was changed"]
 
 
 MLFLOW_ID = "nmrun.id"  # the tag by which a resumed run finds its own
@@ -154,6 +127,11 @@ MLFLOW_WAITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RE
 
 
 class Logger(Protocol):
+    title: ClassVar[str]
+
+    def __init__(self, run: TrackedRun, history: Rows, say: Callable[[str], None]) -> None:
+        """``history`` has the rows that a resumed run had logged before."""
+
     def log(self, row: dict[str, Any]) -> None:
         """Log a row of ``metrics.jsonl``."""
 
@@ -163,15 +141,12 @@ class Logger(Protocol):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a logger needs to know of a run; ``history`` has the rows that a resumed run had logged
-    before."""
+    """What a logger needs to know of a run."""
 
     folder: Path
     config: dict[str, Any]
     id: str
     sweep: str | None
-    history: list[dict[str, Any]]
-    say: Callable[[str], None]
 
     @property
     def ratio(self) -> str:
@@ -193,75 +168,63 @@ class TrackedRun:
 # --- Weights & Biases: offline until somebody asks, never with a prompt -----------------------------
 
 
-class WandBLogger:
-    """A run of W&B. At the end ``say`` prints how to upload an offline run; ``weights`` are sent
-    then, if the run has finished."""
+class WandBLogger(Logger):
+    """A run of W&B with the run's id. At the end ``say`` tells who has a login how to upload an
+    offline run; ``track.weights`` are sent then, if the run has finished."""
 
-    def __init__(
-        self, run: Any, weights: Path | None, say: Callable[[str], None] | None = None
-    ) -> None:
-        self._run, self._weights, self._say = run, weights, say
+    title = "W&B"
+
+    def __init__(self, run: TrackedRun, history: Rows, say: Callable[[str], None]) -> None:
+        self._about, self._say, track = run, say, run.config["track"]
+        has_key = logged_in()
+        mode: Any = os.environ.get("WANDB_MODE") or track["mode"]
+        if mode == "online" and not has_key:
+            say("W&B: not logged in (wandb login), tracking offline")
+            mode = "offline"
+        os.environ.setdefault("WANDB_SILENT", "true")
+        import wandb
+
+        online = mode == "online"
+        self._upload_later = mode == "offline" and has_key
+        # An offline run cannot be taken up again: replace it by one with the whole history.
+        for old in (run.folder / "wandb").glob("*run-*") if not online else ():
+            shutil.rmtree(old, ignore_errors=True)
+        self._run = wandb.init(
+            mode=mode,
+            # without resume, a run of the same id is replaced: that is force=true
+            resume="allow" if online and history else None,
+            entity=track["entity"],
+            notes=track["notes"],
+            group=track["group"] or run.sweep,
+            **_wandb_names(run),
+            dir=str(run.folder),
+            config=run.config,
+            settings=_wandb_settings(wandb, track),
+            reinit="finish_previous",
+        )
         for loss in ("train/loss", "eval/loss"):
-            run.define_metric(loss, summary="min,last")
+            self._run.define_metric(loss, summary="min,last")
+        for row in history if not online else ():
+            self.log(row)
 
     def log(self, row: dict[str, Any]) -> None:
         self._run.log(row, step=row["step"])
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
         self._run.summary.update(summary)
-        if self._weights is not None and exit_code == 0:
+        if self._about.config["track"]["weights"] and exit_code == 0:
             import wandb
 
             artifact = wandb.Artifact(f"model-{self._run.id}", "model")
-            artifact.add_file(str(self._weights), policy="immutable")
+            artifact.add_file(str(self._about.folder / FINAL), policy="immutable")
             self._run.log_artifact(artifact)
         self._run.finish(exit_code=exit_code)
-        if self._say is not None:
+        if self._upload_later:
             place = os.path.relpath(Path(self._run.dir).parent)
             self._say(
                 f"W&B: offline; wandb sync {shlex.quote(place)} uploads it; "
                 "track.mode=online uploads runs as they train"
             )
-
-
-def begin_wandb(run: TrackedRun) -> WandBLogger | None:
-    """Begin a run of W&B with the run's id; None where WANDB_MODE, which counts before
-    ``track.mode``, is ``disabled``."""
-    track = run.config["track"]
-    mode = os.environ.get("WANDB_MODE") or track["mode"]
-    if mode == "disabled":
-        return None
-    has_key = logged_in()
-    if mode == "online" and not has_key:
-        run.say("W&B: not logged in (wandb login), tracking offline")
-    os.environ.setdefault("WANDB_SILENT", "true")
-    import wandb
-
-    online = mode == "online" and has_key
-    # An offline run cannot be taken up again: replace it by one with the whole history.
-    for old in (run.folder / "wandb").glob("*run-*") if not online else ():
-        shutil.rmtree(old, ignore_errors=True)
-    begun = wandb.init(
-        mode="online" if online else "offline",
-        # without resume, a run of the same id is replaced: that is force=true
-        resume="allow" if online and run.history else None,
-        entity=track["entity"],
-        notes=track["notes"],
-        group=track["group"] or run.sweep,
-        **_wandb_names(run),
-        dir=str(run.folder),
-        config=run.config,
-        settings=_wandb_settings(wandb, track),
-        reinit="finish_previous",
-    )
-    # it takes a login to upload
-    say = run.say if has_key and not online else None
-    logger = WandBLogger(begun, run.folder / FINAL if track["weights"] else None, say)
-    for row in run.history if not online else ():
-        logger.log(row)
-    import pandas  # noqa: F401  # else W&B imports it for the summary, when all else is done
-
-    return logger
 
 
 def _wandb_names(run: TrackedRun) -> dict[str, Any]:
@@ -312,16 +275,18 @@ def logged_in() -> bool:
 # --- TensorBoard: event files in the run's folder --------------------------------------------------
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(Logger):
     """Event files, begun anew with the whole history of a resumed run."""
 
-    def __init__(self, run: TrackedRun) -> None:
+    title = "TensorBoard"
+
+    def __init__(self, run: TrackedRun, history: Rows, say: Callable[[str], None]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run.folder / "tensorboard"
         shutil.rmtree(folder, ignore_errors=True)
         self._writer: Any = SummaryWriter(str(folder))
-        for row in run.history:
+        for row in history:
             self.log(row)
 
     def log(self, row: dict[str, Any]) -> None:
@@ -335,10 +300,12 @@ class TensorBoardLogger:
 # --- MLflow: the experiment ``track.project``, by MLFLOW_TRACKING_URI or in a file of output_dir ---
 
 
-class MLflowLogger:
+class MLflowLogger(Logger):
     """A run of MLflow; a resumed run takes up its own, which has its rows."""
 
-    def __init__(self, run: TrackedRun) -> None:
+    title = "MLflow"
+
+    def __init__(self, run: TrackedRun, history: Rows, say: Callable[[str], None]) -> None:
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
@@ -355,7 +322,7 @@ class MLflowLogger:
             with contextlib.suppress(MlflowException):  # a job beside this one may have made it
                 client.create_experiment(project)
         experiment = client.get_experiment_by_name(project).experiment_id
-        if run.history:
+        if history:
             mine = f"tags.`{MLFLOW_ID}` = '{run.id}'"
             for old in client.search_runs([experiment], mine, max_results=1):
                 self._id = old.info.run_id
@@ -390,8 +357,8 @@ def _figures(row: dict[str, Any]) -> dict[str, float]:
     return {key: value for key, value in numbers.items() if key not in ("step", "time")}
 
 
-LOGGERS: dict[str, tuple[str, Callable[[TrackedRun], Logger | None]]] = {
-    "wandb": ("W&B", begin_wandb),
-    "tensorboard": ("TensorBoard", TensorBoardLogger),
-    "mlflow": ("MLflow", MLflowLogger),
+LOGGERS: dict[str, type[Logger]] = {
+    "wandb": WandBLogger,
+    "tensorboard": TensorBoardLogger,
+    "mlflow": MLflowLogger,
 }

@@ -19,6 +19,7 @@ from nmrun.lab import models, ranks
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.run_folder import WEIGHTS, own_weights, weights_in
 from nmrun.lab.tasks.base import Task
+from nmrun.sparsity.weight import SparseWeight
 from nmrun.step.handle import Handle
 
 
@@ -29,21 +30,9 @@ def network(config: Config, task: Task) -> nn.Module:
     # on meta, another process has the values
     if config.init is not None and not any(p.is_meta for p in model.parameters()):
         heads = getattr(model, "heads_of_tasks", ())
-        load(model, config.init, f"init={config.init}", heads)
         # another activation may be the point of the run
-        check_alike(config, config.init, f"init={config.init}", ("heads",))
+        load(model, config, config.init, f"init={config.init}", ("heads",), heads)
     return model
-
-
-def check_alike(config: Config, place: str, setting: str, keys: Collection[str]) -> None:
-    """Compare keys of the network that do not show in the shapes of weights with those of the run
-    that ``place`` names. ConfigError where one differs."""
-    theirs, ours = weights_in(place)[0].config.get("model", {}), config.model.values()
-    for key in keys:
-        if key in theirs and key in ours and theirs[key] != ours[key]:
-            raise ConfigError(
-                f"{setting} is another network than this run's: model.{key} is {theirs[key]} there and {ours[key]} here"
-            )
 
 
 def check(place: str, setting: str) -> None:
@@ -56,38 +45,46 @@ def check(place: str, setting: str) -> None:
             folder.checked(file)
 
 
-def load(model: nn.Module, place: str, setting: str, heads: Collection[str] = ()) -> None:
+def load(
+    model: nn.Module,
+    config: Config,
+    place: str,
+    setting: str,
+    alike: Collection[str],
+    heads: Collection[str] = (),
+) -> None:
     """Give a network the weights of a finished run: ``place`` is its folder, for its last weights,
     or a file of weights in it. Or it is a file of the user's own (:func:`read`).
 
-    ``heads`` are modules that may be another task's: they stay where the run has none of the same
-    shape. ``setting`` is the key and value for errors. ConfigError where no finished run is there,
-    another network's, or weights that were changed since.
+    ``alike`` are keys of the network that do not show in the shapes of its weights. ``heads`` are
+    modules that may be another task's: they stay where the run has none of the same shape.
+    ``setting`` is the key and value for errors. ConfigError where no finished run is there, another
+    network's, or weights that were changed since.
     """
     path = own_weights(place)
+    folder, file = weights_in(place)
     if path is None:
-        folder, file = weights_in(place)
         folder.demand(setting, file)
         check(place, setting)
         path = folder.path / file
     state = read(path, setting)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    saved = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    unlike = {*expected.items()} ^ {*saved.items()}
-    head_names = {name for name, _ in unlike if name.partition(".")[0] in heads}
-    differing = sorted(item for item in unlike if item[0] not in head_names)
-    if differing:
-        name = differing[0][0]
-        expected_shape, saved_shape = (
-            str(shapes.get(name, "missing")) for shapes in (expected, saved)
-        )
-        raise ConfigError(
-            f"{setting} is another network than this run's: {name} is {saved_shape} there and {expected_shape} here"
-        )
-    model.load_state_dict(
-        {name: tensor for name, tensor in state.items() if name not in head_names},
-        strict=not head_names,
+    here, there = (
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        for tensors in (model.state_dict(), state)
     )
+    ours, theirs = config.model.values(), folder.config.get("model", {})
+    for key in alike:
+        if key in ours and key in theirs:
+            here[f"model.{key}"], there[f"model.{key}"] = ours[key], theirs[key]
+    unlike = {name for name in {*here, *there} if here.get(name) != there.get(name)}
+    left_out = {name for name in unlike if name.partition(".")[0] in heads}
+    for name in sorted(unlike - left_out):
+        raise ConfigError(
+            f"{setting} is another network than this run's: {name} is {there.get(name, 'missing')} "
+            f"there and {here.get(name, 'missing')} here"
+        )
+    kept = {name: tensor for name, tensor in state.items() if name not in left_out}
+    model.load_state_dict(kept, strict=not left_out)
 
 
 def read(path: Path, setting: str) -> dict[str, Tensor]:
@@ -148,18 +145,21 @@ class Replicated:
         return {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
 
     def final_state_dict(self) -> dict[str, Tensor]:
-        """Copies of what the model would have if training ended now, sparse weights N:M."""
-        sparse = {w.name: self.handle.final_weight(w) for w in self.handle.sparse}
-        saved = self.model.state_dict().items()
-        plain = {name: sparse[name] if name in sparse else t.detach().clone() for name, t in saved}
-        return dict(sorted(plain.items()))
+        """Copies on the CPU of what the model would have if training ended now, sparse weights N:M."""
+        sparse = {weight.name: self._final(weight) for weight in self.handle.sparse}
+        return _copies({**self.model.state_dict(), **sparse})
 
     def dense_state_dict(self) -> dict[str, Tensor]:
-        """Copies of what the model has, with the dense weights in the place of the sparse ones; on
-        the CPU."""
+        """Likewise of what it has, with the dense weights in the place of the sparse ones."""
         with self.handle.dense_weights():
-            saved = self.model.state_dict().items()
-            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in sorted(saved)}
+            return _copies(self.model.state_dict())
+
+    def _final(self, weight: SparseWeight) -> Tensor:
+        return self.handle.final_weight(weight)
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.detach().to("cpu", copy=True) for name, t in sorted(tensors.items())}
 
 
 class Average:

@@ -138,7 +138,7 @@ def test_flops_of_experts_are_those_of_the_tokens_that_they_get(most, saved, mon
     sparse = 2 * (16 * (16 + 8 + 8 + 16) + 3 * 16 * 32)
     attention, routers, head = 2 * 2 * 16 * 16, 2 * 16 * 2, 16 * 256
     assert cost.forward == 2 * (sparse + attention + routers + head)
-    assert cost.forward - cost.forward_sparse == sparse
+    assert cost.forward - cost.inference() == sparse
     assert cost.backward == 2 * cost.forward
     recipe = handle.recipe  # which leaves the weights' gradients dense
     assert cost.dense - cost.training(recipe) == 2 * sparse

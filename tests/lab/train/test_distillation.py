@@ -20,11 +20,15 @@ from nmrun.errors import ConfigError
 from nmrun.lab.api.runs import Result
 from nmrun.lab.config.identity import identity, run_folder
 from nmrun.lab.config.schema import Config
-from nmrun.lab.models.images import SmallConvNetwork
 from nmrun.lab.tasks.base import Categorical, Task
 from nmrun.lab.train import build
-from nmrun.lab.train.distillation import Distilled, divergence, loss_of
+from nmrun.lab.train.build import Distilled, divergence
 from nmrun.lab.train.steps import TrainingSteps
+
+LANGUAGE = (
+    *("dataset=stdlib_text", "dataset.context=16", "model=gpt_tiny", "model.layers=1"),
+    *("model.width=32", "model.heads=2", "trainer.limit_evaluation=4"),
+)
 
 
 def by_hand(logits: Tensor, taught: Tensor, temperature: float) -> float:
@@ -149,18 +153,6 @@ def test_accumulation_gives_the_same_loss(tmp_path, teacher):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_weight_0_is_the_run_without_a_teacher(tmp_path, teacher):
-    plain, without = (
-        config(tmp_path / "a", "recipe=sr_ste"),
-        taught(tmp_path / "b", teacher, "trainer.distill_weight=0"),
-    )
-    for cfg in (plain, without):
-        finished(cfg)
-    first, second = rows(run_folder(plain)), rows(run_folder(without))
-    for a, b in zip(first, second, strict=True):
-        assert a.get("train/loss") == b.get("train/loss")
-
-
 @pytest.mark.parametrize(
     ("recipe", "by"), [("sr_ste", "start"), ("dense", "finished"), ("step", "finished")]
 )
@@ -194,13 +186,9 @@ def test_a_budget_in_flops_buys_fewer_steps_with_a_teacher(tmp_path, teacher):
 
 
 def test_a_language_model_learns_from_one(tmp_path):
-    language = (
-        *("dataset=stdlib_text", "dataset.context=16", "model=gpt_tiny", "model.layers=1"),
-        *("model.width=32", "model.heads=2", "trainer.limit_evaluation=4"),
-    )
-    dense = config(tmp_path, "recipe=dense", *language)
+    dense = config(tmp_path, "recipe=dense", *LANGUAGE)
     finished(dense)
-    cfg = taught(tmp_path, run_folder(dense), "trainer.distill_weight=1", *language)
+    cfg = taught(tmp_path, run_folder(dense), "trainer.distill_weight=1", *LANGUAGE)
     finished(cfg)
     losses = [row["train/loss"] for row in rows(run_folder(cfg)) if "train/loss" in row]
     assert losses[-1] < losses[0]
@@ -227,7 +215,7 @@ def test_what_cannot_be_taught(tmp_path, teacher):
     scores.inputs = {"classes": 1}
     for task in (Sums(), scores):
         with pytest.raises(ConfigError, match="compares distributions over classes or tokens"):
-            loss_of(cfg, task, model)
+            build.taught(cfg, task, model)
     for overrides, message in (
         (("model.channels=[8,8,12]",), "is another network than this run's"),
         (("trainer.distributed=fsdp",), "keeps a whole teacher in every process"),
@@ -240,32 +228,24 @@ def test_what_cannot_be_taught(tmp_path, teacher):
 @pytest.mark.parametrize("other", ["model.heads=1", "model.activation=relu2"])
 def test_a_teacher_whose_weights_would_compute_something_else(other, tmp_path):
     """Of the same shapes: this network makes other outputs of them."""
-    language = (
-        *("dataset=stdlib_text", "dataset.context=16", "model=gpt_tiny", "model.layers=1"),
-        *("model.width=32", "model.heads=2", "trainer.limit_evaluation=4"),
-    )
-    dense = config(tmp_path, "recipe=dense", *language)
+    dense = config(tmp_path, "recipe=dense", *LANGUAGE)
     loss = finished(dense)["metrics"]["final"]["eval/loss"]
-    same, unlike = (build.build(config(tmp_path, *language, *o)) for o in ((), (other,)))
+    same, unlike = (build.build(config(tmp_path, *LANGUAGE, *o)) for o in ((), (other,)))
     for parts in (same, unlike):
         parts.model.load_state_dict(load_file(run_folder(dense) / "model.safetensors"))
         parts.model.eval()
     assert same.task.evaluate(same.model, "val")["loss"] == pytest.approx(loss, rel=1e-6)
     (batch, *_) = same.task.micro_batches(0, 0, 1)
     assert same.task.loss(same.model, batch) != unlike.task.loss(unlike.model, batch)
-    build.build(taught(tmp_path, run_folder(dense), *language))
+    build.build(taught(tmp_path, run_folder(dense), *LANGUAGE))
     with one_line(ConfigError, f"is another network than this run's: {other.partition('=')[0]} is"):
-        build.build(taught(tmp_path, run_folder(dense), *language, other))
+        build.build(taught(tmp_path, run_folder(dense), *LANGUAGE, other))
 
 
 @pytest.mark.parametrize("dense_end", ["0", "0.5"])
 def test_the_teacher_computes_with_the_activations_of_its_run(dense_end, tmp_path):
     """What its run measured in the end is what the teacher's loss is, and ``Result.model``'s."""
-    language = (
-        *("dataset=stdlib_text", "dataset.context=16", "model=gpt_tiny", "model.layers=1"),
-        *("model.width=32", "model.heads=2", "trainer.limit_evaluation=4"),
-        "model.activation=relu2",
-    )
+    language = (*LANGUAGE, "model.activation=relu2")
     pruned = ("trainer.activations=1:16", f"trainer.activations_dense_end={dense_end}")
     cfg = config(tmp_path, "recipe=dense", *language, *pruned)
     loss = finished(cfg)["metrics"]["final"]["eval/loss"]
@@ -276,14 +256,6 @@ def test_the_teacher_computes_with_the_activations_of_its_run(dense_end, tmp_pat
         assert parts.task.evaluate(model, "val")["loss"] == pytest.approx(loss, rel=1e-8)
 
 
-def test_other_classes(tmp_path, teacher):
-    cfg = taught(tmp_path, teacher)
-    points = Points()
-    points.inputs = {"classes": 7}
-    with pytest.raises(ConfigError, match=r"head.bias is \(10,\) there and \(7,\) here"):
-        loss_of(cfg, points, SmallConvNetwork((1, 8, 8), 7, [8, 8, 8]))
-
-
 def test_a_teacher_s_place_is_no_part_of_the_id(tmp_path, teacher, monkeypatch):
     places = [shutil.copytree(teacher, tmp_path / name) for name in ("here", "start")]
     assert len({identity(taught(tmp_path, place)) for place in (teacher, *places)}) == 1
@@ -292,21 +264,6 @@ def test_a_teacher_s_place_is_no_part_of_the_id(tmp_path, teacher, monkeypatch):
     monkeypatch.chdir(tmp_path)  # "start" is no folder, even if there is one
     begins = identity(config(tmp_path, "recipe=sr_ste", "trainer.distill=start"))
     assert begins != identity(taught(tmp_path, teacher))
-
-
-def test_a_file_of_a_run_s_weights_teaches(tmp_path, teacher):
-    parts = build.build(taught(tmp_path, f"{teacher}/best.safetensors"))
-    best = load_file(Path(teacher) / "best.safetensors")
-    state = parts.loss.teacher.state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in best.items())
-
-
-def test_a_damaged_teacher(tmp_path, teacher):
-    copy = tmp_path / "copy"
-    shutil.copytree(teacher, copy)
-    (copy / "model.safetensors").write_bytes(b"no")
-    with pytest.raises(ConfigError, match="no finished run is there"):
-        build.build(taught(tmp_path, copy))
 
 
 def test_the_same_run_without_a_teacher(tmp_path):

@@ -12,7 +12,6 @@ from pathlib import Path
 import preloaded
 import pytest
 import torch
-import two_killed
 import two_ranks
 from played_gpu import play
 from runs import RECIPES, TINY, config, result_of, rows
@@ -30,7 +29,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("together")
-    process = preloaded.torchrun(two_ranks.__file__, folder)
+    process = preloaded.torchrun(two_ranks.__file__, "train", folder)
     assert process.returncode == 0, process.stdout + process.stderr
     return folder
 
@@ -107,12 +106,12 @@ def test_two_processes_are_killed_within_an_epoch(distributed, tmp_path):
     folders = [tmp_path / name for name in ("alone", "killed")]
     for folder in folders:
         folder.mkdir()
-    words = [two_killed.__file__, distributed]
-    assert preloaded.torchrun(*words, folders[0], 0).returncode == 0
-    assert preloaded.torchrun(*words, folders[1], 7).returncode == 1
+    words = [two_ranks.__file__, "killed"]
+    assert preloaded.torchrun(*words, folders[0], distributed, 0).returncode == 0
+    assert preloaded.torchrun(*words, folders[1], distributed, 7).returncode == 1
     (rows_of_killed,) = folders[1].rglob("metrics.jsonl")
     assert not (rows_of_killed.parent / "result.json").exists()
-    process = preloaded.torchrun(*words, folders[1], 0)
+    process = preloaded.torchrun(*words, folders[1], distributed, 0)
     assert process.returncode == 0, process.stdout + process.stderr
     assert "goes on at step 6 of 12" in process.stdout
     alone, killed = (next(folder.rglob("model.safetensors")).parent for folder in folders)
@@ -161,17 +160,7 @@ def test_a_signal_ends_the_sweep_of_both(late, tmp_path):
     assert len(list(tmp_path.rglob("result.json"))) == 1
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        ("ValueError('a broken disk')", "ValueError: a broken disk"),
-        (
-            "torch.OutOfMemoryError('no space')",
-            "step 6: out of memory (no space). Try a larger trainer.accumulate\n",
-        ),
-    ],
-)
-def test_a_rank_that_fails_alone_ends_the_sweep(error, told, tmp_path):
+def test_a_rank_that_fails_alone_ends_the_sweep(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
         "import sys\n"
@@ -181,7 +170,7 @@ def test_a_rank_that_fails_alone_ends_the_sweep(error, told, tmp_path):
         "step = TrainingSteps.train_step\n"
         "def broken(loop, *args, **kwargs):\n"
         "    if ranks.rank() == 1 and loop.step == 5:\n"
-        f"        raise {error}\n"
+        "        raise torch.OutOfMemoryError('no space')\n"
         "    step(loop, *args, **kwargs)\n"
         "TrainingSteps.train_step = broken\n"
         "sys.exit(cli.main())\n"
@@ -189,6 +178,6 @@ def test_a_rank_that_fails_alone_ends_the_sweep(error, told, tmp_path):
     words = ["-m", *TINY, "recipe=ste", "seed=0,1", f"output_dir={tmp_path}"]
     process = preloaded.torchrun(script, *words)
     assert process.returncode == 1
-    assert told in process.stderr
+    assert "step 6: out of memory (no space). Try a larger trainer.accumulate\n" in process.stderr
     (folder,) = (path.parent for path in tmp_path.rglob("checkpoint.pt"))
     assert not list(folder.glob("*.partial"))

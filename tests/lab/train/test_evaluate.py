@@ -14,6 +14,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab import tasks
 from nmrun.lab.config.identity import identity
 from nmrun.lab.config.rules import refusals
+from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.signals import Signals
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import weights
@@ -38,7 +39,7 @@ def test_metrics_are_of_the_weights_that_were_asked_for(mode, tmp_path):
             twin.get_parameter(weight.name).copy_(weight.dense)
         of_dense = parts.task.evaluate(twin, "val")
     assert of_sparse["loss"] != of_dense["loss"]
-    row = loop.evaluation.row(1, Signals())
+    row = loop.evaluation.row(Signals())
     expected = of_dense if mode == "dense" else of_sparse
     assert {key: row[f"eval/{key}"] for key in expected} == pytest.approx(expected)
     beside = {key.removeprefix("eval/dense/"): v for key, v in row.items() if "dense/" in key}
@@ -131,21 +132,6 @@ def test_which_weights_a_run_begins_with_is_part_of_its_id(tmp_path, monkeypatch
         assert id_of(key, f"{tmp_path}/moved/dense.safetensors") == ids[3], key
 
 
-@pytest.mark.parametrize(
-    ("file", "why"),
-    [
-        ("dense.safetensors", "the run has no dense.safetensors"),
-        ("other.safetensors", "a run's weights are model.safetensors, best.safetensors and dense"),
-        ("no/dense.safetensors", "no finished run is there"),
-    ],
-)
-def test_weights_that_are_not_there_are_refused(file, why, tmp_path):
-    run(config(tmp_path, "recipe=ste"), tmp_path / "ste")
-    asked = config(tmp_path, "recipe=dense", f"init={tmp_path}/ste/{file}")
-    with pytest.raises(ConfigError, match=f"init=.*{file}: {why}"):
-        weights.network(asked, tasks.build(asked, torch.device("cpu")))
-
-
 @pytest.mark.parametrize("key", ["init", "trainer.distill", "recipe.masks"])
 def test_a_key_takes_a_run_or_a_file_of_its_weights(key, tmp_path, monkeypatch):
     run(config(tmp_path, "recipe=ste"), tmp_path / "ste")
@@ -160,6 +146,9 @@ def test_a_key_takes_a_run_or_a_file_of_its_weights(key, tmp_path, monkeypatch):
     for place, why in (
         ("nowhere", "no finished run is there"),
         ("ste/dense.safetensors", "the run has no dense.safetensors"),
+        ("ste/other.safetensors", "there is no such file"),
     ):
         (line,) = refused(f"'~/{place}'")
         assert line.startswith(f"{key}=~/{place}: {why}")
+    with pytest.raises(ConfigError, match=r"a run's weights are model.safetensors, best"):
+        RunFolder(tmp_path / "ste").demand(key, "other.safetensors")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from runs import TINY, config, finished
+from training import bits
 
 from nmrun.fast.cpu.kernels import products
 from nmrun.lab.config.identity import run_folder
@@ -23,22 +24,6 @@ from nmrun.lab.records import sweep
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import checkpoint, runner
 from nmrun.lab.train.steps import TrainingSteps
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return (
-            isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-        )
-    if isinstance(one, dict):
-        return (
-            isinstance(other, dict)
-            and one.keys() == other.keys()
-            and all(same(one[key], other[key]) for key in one)
-        )
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 def test_no_flipped_bit_goes_unnoticed(tmp_path):
@@ -49,13 +34,13 @@ def test_no_flipped_bit_goes_unnoticed(tmp_path):
     }
     path = tmp_path / "checkpoint.pt"
     checkpoint.save(path, state)
-    assert same(checkpoint.load(path), state)
+    assert bits(checkpoint.load(path)) == bits(state)
     data, chance, noticed = path.read_bytes(), random.Random(0), 0
     for _ in range(300):
         at = chance.randrange(len(data))
         path.write_bytes(data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :])
         try:
-            assert same(checkpoint.load(path), state)  # a flag or a date, of no consequence
+            assert bits(checkpoint.load(path)) == bits(state)  # a flag or a date, of no consequence
         except ValueError:
             noticed += 1
     assert noticed > 200

@@ -15,20 +15,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import preloaded
 import pytest
 import torch
 from runs import (
     KINDS,
     RECIPES,
-    TINY,
     Outcome,
     build_noisy,
     config,
     finished,
     kill,
     outcome,
-    result_of,
     rows,
     signal_after,
 )
@@ -128,19 +125,6 @@ def test_checkpoints_within_an_epoch(recipe, tmp_path, monkeypatch, capsys):
     assert "goes on at step 10 of 12" in output
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "call"),
-    [(TrainingSteps, "train_step", 8), (Evaluation, "evaluate", 1), (Evaluation, "evaluate", 2)],
-)
-def test_killed_with_evaluations_and_a_length_in_steps(owner, name, call, tmp_path):
-    """11 steps, evaluations after 5, 10 and 11."""
-    by_steps = ("step", "trainer.eval_every=5steps", "trainer.steps=11")
-    alone, cfg = left_alone(tmp_path, *by_steps), make(tmp_path, *by_steps)
-    assert [row["step"] for row in alone.rows if "eval/loss" in row] == [5, 10, 11]
-    kill(cfg, owner, name, call)
-    assert outcome(cfg) == alone
-
-
 @pytest.mark.parametrize("calls", [[3], [7], [4, 3, 1]])
 def test_killed_where_patience_ends_the_run(calls, tmp_path, monkeypatch):
     """It looks every second step, and step 4 is the best: it has seen enough at step 8."""
@@ -162,30 +146,49 @@ def test_killed_again_and_again(recipe, tmp_path):
     assert outcome(cfg) == left_alone(tmp_path, recipe)
 
 
+BY_STEPS = ("trainer.eval_every=5steps", "trainer.steps=11")
+
+
 @pytest.mark.parametrize(
-    ("owner", "name", "call", "before"),
+    ("words", "owner", "name", "call", "before"),
     [
-        (os, "replace", 3, True),  # the checkpoint is written, not yet in place
-        (os, "replace", 3, False),
-        (checkpoint, "save", 4, False),  # trained to the end, not evaluated
-        (Evaluation, "evaluate", 5, False),
-        (results, "save_weights", 1, False),
+        ((), os, "replace", 5, False),  # the last one has made room, the next is not yet written
+        ((), os, "replace", 6, True),  # it is written, not yet in place
+        ((), os, "replace", 6, False),
+        ((), checkpoint, "save", 4, False),  # trained to the end, not evaluated
+        ((), Evaluation, "evaluate", 5, False),
+        ((), results, "save_weights", 1, False),
+        (BY_STEPS, TrainingSteps, "train_step", 8, False),
+        (BY_STEPS, Evaluation, "evaluate", 1, False),
+        (BY_STEPS, Evaluation, "evaluate", 2, False),
     ],
 )
-def test_killed_at_an_awkward_moment(owner, name, call, before, tmp_path):
-    cfg = make(tmp_path, "step")
+def test_killed_at_an_awkward_moment(words, owner, name, call, before, tmp_path):
+    alone, cfg = left_alone(tmp_path, "step", *words), make(tmp_path, "step", *words)
+    evaluated = [row["step"] for row in alone.rows if "eval/loss" in row]
+    assert evaluated == ([5, 10, 11] if words else [3, 6, 9, 12])
     kill(cfg, owner, name, call, before)
-    assert outcome(cfg) == left_alone(tmp_path, "step")
+    assert outcome(cfg) == alone
 
 
 @pytest.mark.parametrize(
-    ("number", "step"), [(signal.SIGINT, 5), (signal.SIGTERM, 8), (signal.SIGUSR1, 5)]
+    ("step", "numbers"),
+    [
+        (5, [signal.SIGINT]),
+        (8, [signal.SIGTERM]),
+        (5, [signal.SIGUSR1]),
+        (7, [signal.SIGHUP]),  # a closed terminal
+        (7, [signal.SIGXCPU] * 2),  # a limit of time, whose signal comes again each second
+        (5, [signal.SIGTERM] * 2),  # of timeout(1), to the process and to its group
+    ],
 )
-def test_a_signal_saves_between_epochs_too(number, step, tmp_path):
+def test_a_signal_saves_between_epochs_too(step, numbers, tmp_path, monkeypatch):
+    if signal.SIGXCPU in numbers:
+        monkeypatch.setattr(signals, "ECHO", 0.0)
     cfg = make(tmp_path, "step")
-    with signal_after(step, number):
+    with signal_after(step, *numbers):
         result = runner.run(cfg, run_folder(cfg))
-    assert (result["status"], result["signal"]) == ("interrupted", number)
+    assert (result["status"], result["signal"]) == ("interrupted", numbers[0])
     state = checkpoint.load(run_folder(cfg) / "checkpoint.pt")
     assert state["loop"]["step"] == step
     alone = left_alone(tmp_path, "step")
@@ -289,14 +292,6 @@ def test_a_launcher_s_handler_is_called_when_all_is_saved(tmp_path, monkeypatch)
             signal.signal(number, before)
     assert saved == [(signal.SIGTERM, 5), (signal.SIGUSR2, 8)]
     assert outcome(cfg) == left_alone(tmp_path, "step")
-
-
-def test_a_signal_that_is_sent_twice_is_one(tmp_path):
-    """timeout(1) sends it to the process and to its group."""
-    cfg = make(tmp_path, "ste")
-    with signal_after(5, signal.SIGTERM, signal.SIGTERM):
-        assert runner.run(cfg, run_folder(cfg))["signal"] == signal.SIGTERM
-    assert outcome(cfg) == left_alone(tmp_path, "ste")
 
 
 def test_a_process_that_a_run_has_forked_ends_as_ever(tmp_path, monkeypatch):
@@ -429,81 +424,6 @@ def test_what_safetensors_leaves_of_a_killed_file_is_removed(tmp_path):
         (run_folder(cfg) / ".tmpa1B2c3").write_bytes(bytes(100))
         outcome(cfg)
         assert not list(run_folder(cfg).glob(".tmp*"))
-
-
-@pytest.mark.slow
-def test_an_epoch_of_a_language_model_is_not_lost(tmp_path, monkeypatch, nmrun_cli):
-    """SIGKILL in the only epoch, behind a checkpoint that the clock has asked for."""
-    monkeypatch.undo()  # the process knows nothing of the noisy model
-    overrides = (
-        *("recipe=step", "dataset=stdlib_text", "dataset.context=16", "model=gpt_tiny"),
-        *("model.layers=1", "model.heads=2", "model.width=32", "trainer.epochs=1"),
-        *("trainer.limit_batches=600", "trainer.limit_evaluation=20"),
-        "trainer.checkpoint_every=0.01s",
-    )
-    cfg = config(tmp_path, *overrides)
-    words = [word for word in TINY if "channels" not in word and "epoch" not in word]
-    words = [word for word in words if "limit" not in word] + list(overrides)
-    alone = config(tmp_path / "alone", *overrides, "trainer.checkpoint_every=1")
-    result = finished(alone)
-    process = preloaded.started((*words, f"output_dir={tmp_path}"), tmp_path)
-    while process.is_alive() and not (run_folder(cfg) / "checkpoint.pt").exists():
-        time.sleep(0.002)
-    process.kill()
-    process.join()
-    assert not (run_folder(cfg) / "result.json").exists()
-    again = nmrun_cli(*words, f"output_dir={tmp_path}")
-    assert again.returncode == 0
-    assert "  goes on at step " in again.stdout
-    for name in ("model.safetensors", "best.safetensors"):
-        one, other = (run_folder(each) / name for each in (cfg, alone))
-        assert one.read_bytes() == other.read_bytes()
-    assert rows(run_folder(cfg)) == rows(run_folder(alone))
-    ended = result_of(run_folder(cfg))
-    assert 0 < ended["checkpoint_seconds"] < ended["seconds"]
-    assert ended["metrics"] == result["metrics"]
-
-
-@pytest.mark.slow
-def test_killed_for_real(tmp_path, monkeypatch, nmrun_cli):
-    """SIGKILL at two random moments of a process that runs the command line, then the same command
-    to its end.
-    """
-    monkeypatch.undo()  # the process knows nothing of the noisy model
-    overrides = ("recipe=step", "recipe.switch=0.5", "trainer.epochs=30", "trainer.limit_batches=5")
-    alone = config(tmp_path / "alone", *overrides)
-    expected = outcome(alone)
-    cfg = config(tmp_path, *overrides)
-    words = (*TINY, *overrides, f"output_dir={tmp_path}")
-    chance = random.Random(0)
-    metrics = run_folder(cfg) / "metrics.jsonl"
-    reached = 0
-    for _ in range(2):
-        process = preloaded.started(words, tmp_path)
-        reached += chance.randrange(10, 40)  # of 90 rows
-        while process.is_alive() and (
-            not metrics.exists() or metrics.read_bytes().count(b"\n") < reached
-        ):
-            time.sleep(0.002)
-        process.kill()
-        process.join()
-    assert not (run_folder(cfg) / "result.json").exists()
-    assert nmrun_cli(*words).returncode == 0
-    assert result_of(run_folder(cfg))["status"] == "finished"
-    weights = [(run_folder(cfg) / f"{name}.safetensors").read_bytes() for name in ("model", "best")]
-    assert weights == expected.weights
-    assert rows(run_folder(cfg)) == expected.rows
-
-
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGXCPU])
-def test_a_closed_terminal_and_a_limit_of_time_save_the_run(number, tmp_path, monkeypatch):
-    """The limit's signal comes again each second, while the run is saved."""
-    monkeypatch.setattr(signals, "ECHO", 0.0)
-    cfg = make(tmp_path, "ste")
-    with signal_after(7, number, *[number] * (number == signal.SIGXCPU)):
-        assert runner.run(cfg, run_folder(cfg))["status"] == "interrupted"
-    assert checkpoint.load(run_folder(cfg) / "checkpoint.pt")["loop"]["step"] == 7
-    assert outcome(cfg) == left_alone(tmp_path, "ste")
 
 
 def test_a_signal_that_the_parent_ignores_ends_nothing(tmp_path):

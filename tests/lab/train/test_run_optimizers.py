@@ -211,7 +211,7 @@ def test_a_rate_that_falls_at_milestones():
         ("torch.optim.lr_scheduler.StepLR", None, r"StepLR.* missing 1 required .*step_size"),
         ("torch.optim.lr_scheduler.StepLR", {"step_size": 0}, r"StepLR: .* zero"),
         ("torch.optim.lr_scheduler.StepLR", {"step_size": "x"}, r"StepLR: "),
-        ("torch.optim.SGD", None, "is no torch.optim.lr_scheduler.LRScheduler"),
+        ("torch.optim.SGD", None, "is no LRScheduler"),
         ("torch.optim.lr_scheduler.NoSuch", None, "cannot be imported"),
     ],
 )
@@ -250,7 +250,7 @@ def test_an_optimizer_by_its_class(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("optimizer.target=torch.nn.Linear",), "is no torch.optim.Optimizer"),
+        (("optimizer.target=torch.nn.Linear",), "is no Optimizer"),
         (("optimizer.target=torch.optim.Rprop", "optimizer.weight_decay=0.1"), "weight_decay"),
         (("optimizer.target=torch.optim.NAdam", "optimizer.options={beta: 1}"), "'beta'"),
         (("optimizer.target=torch.optim.NAdam", "optimizer.options={lr: 1}"), "argument 'lr'"),

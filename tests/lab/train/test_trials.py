@@ -11,7 +11,8 @@ from runs import config, finished, stopped
 
 from nmrun.errors import ConfigError
 from nmrun.lab.config.identity import run_folder
-from nmrun.lab.train import runner, trials
+from nmrun.lab.train import runner
+from nmrun.lab.train import steps as trials
 from nmrun.lab.train.build import build
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Evaluation, Loop
