@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,13 +22,12 @@ FORMATS = ("markdown", "latex", *RECORDS)
 BY_SUFFIX = {".md": "markdown", ".tex": "latex"} | {f".{name}": name for name in RECORDS}
 SUFFIXES = (".png", ".svg", ".pdf")
 PLOTS = ("ratio", "curves", "flops", "overall")
+OVER = ("step", "epoch", "seconds")
+QUERY = ("rows", "cols", "metric", "filter")  # options of all three
 # the options of nmrun table that stand beside these
 BESIDE = {
     "runs": ("paths", "filter", "format", "out", "verify"),
-    "experiment": (
-        *("paths", "rows", "cols", "metric", "filter", "baseline"),
-        *("scale", "figures", "format", "out", "verify"),
-    ),
+    "experiment": ("paths", *QUERY, "baseline", "scale", "figures", "format", "out", "verify"),
 }
 
 
@@ -79,32 +79,12 @@ def table(argv: Sequence[str]) -> int:
         given = {key for key, value in vars(options).items() if value != parser.get_default(key)}
         raise_all(_unfit(given, style, suffix))
         if options.runs:
-            paths = options.paths or [OUTPUTS]
-            content = _each_run(paths, options.filter, style, options.verify)
-            _write(content, style, options.out)
-            return 0
-        from nmrun.lab.compare.comparison import Query
-
-        query = Query.of(
-            options.rows, options.cols, options.metric, options.filter,
-            options.baseline, options.overall,
-        )  # fmt: skip
-        if not options.experiment:
-            paths = options.paths or [OUTPUTS]
+            _write(_each_run(options, style), style, options.out)
+        elif options.experiment:
+            _experiments(options, style)
+        else:
             command = shlex.join(["nmrun", "table", *argv])
-            content = _cells(paths, query, style, options.verify, options.bib, command)
-            _write(content, style, options.out)
-            return 0
-        from nmrun.lab.config import experiment
-        from nmrun.lab.render import experiments
-
-        every, scale = experiment.selection(options.experiment), options.scale or "small"
-        if style in RECORDS and len(every) > 1:
-            raise ConfigError(f"--format {style}: one experiment at a time")
-        sections = experiments.sections(every, scale, options.paths, query, options.verify)
-        _write(experiments.render(sections, style), style, options.out)
-        for file in experiments.draw(sections, options.figures) if options.figures else []:
-            print(file)
+            _write(_cells(options, style, command), style, options.out)
     return 0
 
 
@@ -125,30 +105,43 @@ def _unfit(given: set[str], style: str, suffix: str) -> Iterator[str]:
         )
 
 
-def _each_run(paths: Sequence[str], conditions: Sequence[str], style: str, intact: bool) -> str:
-    """A line for each run; ``intact`` refuses changed files."""
+def _each_run(options: Namespace, style: str) -> str:
+    """A line for each run."""
     from nmrun.lab.compare.runs import as_lines, as_text, filtered, read_runs, summary, verify
 
-    selection = filtered(read_runs(paths, intact), conditions)
-    if intact:
+    selection = filtered(read_runs(_paths(options), options.verify), options.filter)
+    if options.verify:
         verify(selection)
     return as_text(as_lines(summary(selection)), style)
 
 
-def _cells(
-    paths: Sequence[str], query: Query, style: str, intact: bool, bib: Path | None, command: str
-) -> str:
-    """The tables of a query. ``bib`` is written; ``command`` stands above LaTeX."""
+def _experiments(options: Namespace, style: str) -> None:
+    """Write the tables of experiments, and their figures."""
+    from nmrun.lab.config import experiment
+    from nmrun.lab.render import experiments
+
+    every, scale = experiment.selection(options.experiment), options.scale or "small"
+    if style in RECORDS and len(every) > 1:
+        raise ConfigError(f"--format {style}: one experiment at a time")
+    asked = {key: getattr(options, key) for key in (*QUERY, "baseline")}
+    sections = experiments.sections(every, scale, options.paths, asked, options.verify)
+    _write(experiments.render(sections, style), style, options.out)
+    for file in experiments.draw(sections, options.figures) if options.figures else []:
+        print(file)
+
+
+def _cells(options: Namespace, style: str, command: str) -> str:
+    """The tables of a query; ``command`` stands above LaTeX."""
     from nmrun.lab.compare.comparison import compare
     from nmrun.lab.compare.runs import read_runs
-    from nmrun.lab.render import citations
-    from nmrun.lab.render.formats import render
+    from nmrun.lab.render import formats
 
-    comparison = compare(read_runs(paths, intact), query, intact)
-    if bib:
-        atomic.write(bib, citations.bibtex(comparison.tables))
-    made = citations.provenance(command, comparison.tables) if style == "latex" else []
-    return "".join(f"% {' '.join(line.split())}\n" for line in made) + render(comparison, style)
+    query, intact = _query(options, options.overall), options.verify
+    comparison = compare(read_runs(_paths(options), intact), query, intact)
+    if options.bib:
+        atomic.write(options.bib, formats.bibtex(comparison.tables))
+    made = formats.provenance(command, comparison.tables) if style == "latex" else ""
+    return made + formats.render(comparison, style)
 
 
 def _write(content: str, style: str, out: Path | None) -> None:
@@ -192,27 +185,21 @@ def plot(argv: Sequence[str]) -> int:
         "--ylim", type=limits, metavar="LOW,HIGH", help="limits of the y axis, such as 90,100"
     )
     parser.add_argument(
-        "--x",
-        help="config key to draw the metric against, such as recipe.decay; curves take step (default), epoch or seconds",
+        "--x", choices=OVER, default="step", help="what curves are drawn against (default: step)"
     )
     with files_of_the_command():
         options = parser.parse_intermixed_args(argv)
-        paths = options.paths or [OUTPUTS]
         name = "plot.png" if options.kind == "ratio" else f"{options.kind}.png"
-        out = options.out or _default_file(paths, name)
+        out = options.out or _default_file(options, name)
         if out.suffix not in SUFFIXES:
             raise ConfigError(f"--out {out}: the suffix must be one of {', '.join(SUFFIXES)}")
-        from nmrun.lab.compare.comparison import Query
         from nmrun.lab.compare.runs import read_runs
         from nmrun.lab.render import plots
         from nmrun.lab.render.style import Layout, save
 
-        query = Query.of(
-            options.rows, options.cols, options.metric, options.filter, options.baseline
-        )
-        query, over = plots.along(options.x, options.kind, query)
-        layout = Layout(options.title, options.width, options.ylim, over)
-        figures = plots.plot(read_runs(paths), query, options.kind, layout)
+        query = _query(options, overall=options.kind == "overall")
+        layout = Layout(options.title, options.width, options.ylim, options.x)
+        figures = plots.plot(read_runs(_paths(options)), query, options.kind, layout)
         for i, figure in enumerate(figures):
             target = out if len(figures) == 1 else out.with_stem(f"{out.stem}-{i + 1}")
             save(figure, target)
@@ -234,17 +221,12 @@ def report(argv: Sequence[str]) -> int:
     _baseline(parser, "default dense, where it is there")
     with files_of_the_command():
         options = parser.parse_intermixed_args(argv)
-        paths = options.paths or [OUTPUTS]
-        target = options.out or _default_file(paths, "report.html")
+        target = options.out or _default_file(options, "report.html")
         if target.suffix not in ("", ".html", ".htm"):
             raise ConfigError(f"--out {target}: a report is HTML; the suffix must be .html")
-        from nmrun.lab.compare.comparison import Query
         from nmrun.lab.render import report
 
-        query = Query.of(
-            options.rows, options.cols, options.metric, options.filter, options.baseline
-        )
-        report.write(paths, query, target)
+        report.write(_paths(options), _query(options), target)
         print(target)
     return 0
 
@@ -284,9 +266,21 @@ def _baseline(parser: Parser, which: str) -> None:
     )
 
 
-def _default_file(paths: Sequence[str], name: str) -> Path:
+def _paths(options: Namespace) -> list[str]:
+    return options.paths or [OUTPUTS]
+
+
+def _query(options: Namespace, overall: bool = False) -> Query:
+    from nmrun.lab.compare.comparison import Query
+
+    asked = {key: getattr(options, key) for key in QUERY}
+    return Query.of(**asked, baseline=options.baseline, overall=overall)
+
+
+def _default_file(options: Namespace, name: str) -> Path:
     """The default place of a file about runs: their folder, or the current one if they are in none."""
-    return Path(paths[0] if Path(paths[0]).is_dir() else ".", name)
+    folder = _paths(options)[0]
+    return Path(folder if Path(folder).is_dir() else ".", name)
 
 
 def _print(text: str) -> None:

@@ -39,6 +39,7 @@ MARKERS = "osD^vPX*"  # one more than colours, so that no two of the first 56 li
 LINES = ("-", "--", "-.", ":")
 REFERENCE_LINES = ("--", ":", "-.")
 MARK = "mark"  # for lines that are no row of the table
+FEW = 7  # at most so many lines in a panel
 ACROSS = 3  # panels in a row, and one more where they would be four rows
 NARROW = 4.6  # inches; a legend beside takes too much of less
 LOWEST = 2.1  # inches; of a panel with its labels
@@ -96,7 +97,7 @@ def of_number(i: int) -> dict[str, Any]:
     }
 
 
-def label(table: Table, row: Key) -> str:
+def named(table: Table, row: Key) -> str:
     """The name of a row, with the number of its runs that the picture does not show."""
     missing = sum((Counter(cell.without) for cell in table.cells_of(row)), Counter[str]())
     name = " ".join(notation.column(table.row_keys, row))
@@ -113,11 +114,15 @@ def seeds(table: Table) -> str:
     return quantity(fewest if fewest == most else f"{fewest} to {most}", "seed")
 
 
-def title(figure: Figure, table: Table, layout: Layout) -> None:
-    """Above the picture: the user's, or what all runs have in common and the number of seeds."""
-    usual = f"{captions.title(table, in_papers=True)}; mean and sd of {seeds(table)}"
-    text = usual.removeprefix("; ") if layout.title is None else layout.title
-    if text:
+def heading(table: Table) -> str:
+    """What all runs of a table have in common, and the number of seeds."""
+    text = f"{captions.title(table, in_papers=True)}; mean and sd of {seeds(table)}"
+    return text.removeprefix("; ")
+
+
+def title(figure: Figure, usual: str, layout: Layout) -> None:
+    """Above the picture: the user's, or the usual one."""
+    if text := usual if layout.title is None else layout.title:
         figure.suptitle(textwrap.fill(text, int(LETTERS * figure.get_figwidth())))
 
 
@@ -133,18 +138,18 @@ def panels(headings: list[str], layout: Layout) -> tuple[Figure, list[Axes]]:
     """A figure with a panel for each heading, side by side, and its axes, which are common."""
     count = len(headings)
     across = 2 if count == 4 else min(ACROSS + (count > ACROSS**2), count)
-    down = -(-len(headings) // across)
+    down = -(-count // across)
     size = layout.size(1.7 + 2.7 * across, 0.6 + 2.2 * down, down)
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     axes = list(grid.flat)
-    for spare in axes[len(headings) :]:
+    for spare in axes[count:]:
         spare.set_axis_off()
     for i, heading in enumerate(headings):
         axes[i].set_title(heading)
         # the lowest of each column of panels, though it be not in the last row
-        axes[i].tick_params(labelbottom=i + across >= len(headings))
-    return figure, axes[: len(headings)]
+        axes[i].tick_params(labelbottom=i + across >= count)
+    return figure, axes[:count]
 
 
 def legend(figure: Figure) -> None:
