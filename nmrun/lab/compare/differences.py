@@ -36,20 +36,17 @@ def against(table: Table, baseline: str) -> Table:
     """
     every, rivals = pairs(table, baseline)
     by_metric: dict[str, dict[Place, Difference]] = {}
-    unpaired: list[Place] = []
     for (row, column), rival in rivals.items():
         cell, other = table.cells[row, column], table.cells[rival, column]
         metric = table.metric_of(row, column)
         gap = paired(cell, other, table.step(row, column), table.higher_is_better(metric))
         if gap is not None:
             by_metric.setdefault(metric, {})[row, column] = gap
-        elif cell.n and other.n:
-            unpaired.append((row, column))
     if not by_metric:
         raise _no_pair(baseline)
     judged = holm({at: gap for gaps in by_metric.values() for at, gap in moderated(gaps).items()})
     differences = {place: judged[place] for place in rivals if place in judged}
-    return replace(table, baseline=every, differences=differences, unpaired=unpaired)
+    return replace(table, baseline=every, differences=differences)
 
 
 def pairs(table: Table, baseline: str) -> tuple[list[Key], dict[Place, Key]]:

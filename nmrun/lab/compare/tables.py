@@ -51,8 +51,7 @@ class Table:
 
     ``differences`` are between a cell and that of its ``baseline`` row in the same column. Their
     spreads are moderated within a metric, and p-values corrected for the number of all.
-    ``unpaired`` has the cells that share no seed with their baseline. ``paper`` has published
-    figures as printed, by row and column.
+    ``paper`` has published figures as printed, by row and column.
     """
 
     metric: str
@@ -68,7 +67,6 @@ class Table:
     failed: int = 0
     baseline: list[Key] = field(default_factory=list)
     differences: dict[Place, Difference] = field(default_factory=dict)
-    unpaired: list[Place] = field(default_factory=list)
     paper: dict[str, dict[str, str]] = field(default_factory=dict)
     paper_source: str = ""
     runs: pd.DataFrame = field(default_factory=pd.DataFrame, repr=False, compare=False)
@@ -314,10 +312,10 @@ def _cell(group: Sequence[Run]) -> Cell:
 
 def _check_alike(members: Mapping[Place, Sequence[Run]], rows: Key) -> None:
     names = {place: f"{' '.join(place[0])} at {' '.join(place[1])}" for place in members}
-    apart = {place: keys for place, runs in members.items() if (keys := settings_apart(runs))}
+    apart = {name: keys for at, name in names.items() if (keys := settings_apart(members[at]))}
     if apart:
         differing = list(dict.fromkeys(key for keys in apart.values() for key in keys))
-        first, *more = (names[place] for place in apart)
+        first, *more = apart
         others = f" and {quantity(len(more), 'more cell')}" if more else ""
         raise ConfigError(
             f"{first}{others} would average over runs that differ in {', '.join(differing)}; "

@@ -130,8 +130,9 @@ def comparison(table: Table) -> list[str]:
         units = " (accuracies in percentage points)"
     with_p = any(gap.p is not None for gap in table.differences.values())
     shown = "its 95 % interval and p-value" if with_p else "its 95 % interval"
-    first = f"Difference to {_baseline(table)}{units}, seed by seed, with {shown} (number of seeds)"
-    return [text for text in (first, tests(table), "; ".join(_unpaired(table))) if text]
+    whom = ", ".join(words(table.row_keys, row) for row in table.baseline)
+    first = f"Difference to {whom}{units}, seed by seed, with {shown} (number of seeds)"
+    return [first, tests(table)]
 
 
 def tests(table: Table) -> str:
@@ -170,10 +171,6 @@ def _tested(by_metric: Mapping[str, Iterable[Difference]]) -> list[str]:
     return [test, power] if known else [test]
 
 
-def _baseline(table: Table) -> str:
-    return ", ".join(words(table.row_keys, row) for row in table.baseline)
-
-
 def over_all_cells(comparison: Comparison) -> list[str]:
     """The lines above a table over all cells of each data set."""
     rows, tables = comparison.overall, comparison.tables
@@ -205,7 +202,7 @@ def _of_data_sets(tables: Sequence[Table]) -> list[str]:
     """What to know before comparing the runs, and for which data sets."""
     by_note: dict[str, list[str]] = {}
     for table in tables:
-        for note in [*cautions(table), *_unpaired(table)]:
+        for note in cautions(table):
             by_note.setdefault(note, []).append(table.shared.get("dataset", ""))
     return [
         note if len(data) == len(tables) else f"{note} ({', '.join(dict.fromkeys(data))})"
@@ -234,19 +231,12 @@ def _unlike(table: Table) -> list[str]:
 
 def _chosen(table: Table) -> list[str]:
     """How the runs were chosen: the best weights of each, and its settings."""
-    notes = []
-    tuned = _by_rows(table, _trials)
-    chosen = ["weights"] if table.metric.startswith("best/") else []
-    if is_tuned := tuned.keys() != {"none"}:
-        chosen.append("settings")
-    by_eval = table.metric.removeprefix("best/").startswith("eval/")
-    if chosen and by_eval and not table.several_metrics:
-        notes.append(f"these {' and '.join(chosen)} were chosen by this very split")
+    notes, tuned = [], _by_rows(table, _trials)
     if "best/" in table.metric:
         epochs = dict(sorted(_by_rows(table, _candidates).items()))
         if len(epochs) > 1:
             notes.append(f"the best weights are of epochs with N:M weights: {_each(epochs)}")
-    if is_tuned:
+    if tuned.keys() != {"none"}:
         how = _each(tuned) if len(tuned) > 1 else next(iter(tuned))
         notes.append(f"each cell tuned before by {how}")
     return notes
@@ -319,12 +309,3 @@ def _switched(table: Table) -> list[str]:
     if counts["unknown"]:
         parts.append(f"not known of {counts['unknown']}")
     return [", ".join(parts)]
-
-
-def _unpaired(table: Table) -> list[str]:
-    """The cells that share no seed with the baseline."""
-    places = dict.fromkeys(
-        f"{words(table.row_keys, row)} at {words(table.column_keys, column)}"
-        for row, column in table.unpaired
-    )
-    return [f"no common seed with {_baseline(table)}: {', '.join(places)}"] if places else []

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nmrun import atomic
-from nmrun.errors import ConfigError, folded, neutral, raise_all
+from nmrun.errors import ConfigError, folded, neutral
 from nmrun.lab.arguments import Parser, files_of_the_command
 
 if TYPE_CHECKING:
@@ -24,10 +24,12 @@ SUFFIXES = (".png", ".svg", ".pdf")
 PLOTS = ("ratio", "curves", "flops", "overall")
 OVER = ("step", "epoch", "seconds")
 QUERY = ("rows", "cols", "metric", "filter")  # options of all three
-# the options of nmrun table that stand beside these
-BESIDE = {
-    "runs": ("paths", "filter", "format", "out", "verify"),
-    "experiment": ("paths", *QUERY, "baseline", "scale", "figures", "format", "out", "verify"),
+EITHER = {"paths", *QUERY, "baseline", "format", "out", "verify"}
+# the options of nmrun table, by what it shows
+SHOWS = {
+    "runs": {"runs", "paths", "filter", "format", "out", "verify"},
+    "experiment": {"experiment", "scale", "figures"} | EITHER,
+    "": {"overall", "bib"} | EITHER,
 }
 
 
@@ -77,7 +79,16 @@ def table(argv: Sequence[str]) -> int:
         suffix = options.out.suffix.lower() if options.out else ""
         style = options.format or BY_SUFFIX.get(suffix, "csv" if options.runs else "markdown")
         given = {key for key, value in vars(options).items() if value != parser.get_default(key)}
-        raise_all(_unfit(given, style, suffix))
+        shown = next((name for name in SHOWS if name in given), "")
+        if wrong := sorted(given - SHOWS[shown]):
+            what = f"with --{shown}" if shown else "without --experiment"
+            raise ConfigError(f"--{wrong[0]}: it has no meaning {what}")
+        if suffix not in ("", *BY_SUFFIX) and not options.format:
+            raise ConfigError(
+                f"--out: the suffix must be one of {', '.join(BY_SUFFIX)}, or say --format"
+            )
+        if style not in RECORDS and options.runs:
+            raise ConfigError(f"--runs --format {style}: a line a run is {', '.join(RECORDS)}")
         if options.runs:
             _write(_each_run(options, style), style, options.out)
         elif options.experiment:
@@ -86,23 +97,6 @@ def table(argv: Sequence[str]) -> int:
             command = shlex.join(["nmrun", "table", *argv])
             _write(_cells(options, style, command), style, options.out)
     return 0
-
-
-def _unfit(given: set[str], style: str, suffix: str) -> Iterator[str]:
-    """What of the options of ``nmrun table`` does not go together."""
-    if "format" not in given and suffix not in ("", *BY_SUFFIX):
-        yield f"--out: the suffix must be one of {', '.join(BY_SUFFIX)}, or say --format"
-    for name, others in BESIDE.items():
-        if name in given:
-            allowed = ", ".join(f"--{other}" for other in others[1:])
-            for wrong in sorted(given - {name, *others}):
-                yield f"--{name} --{wrong}: beside --{name} stand {allowed}"
-    if "runs" in given and style not in RECORDS:
-        yield f"--runs --format {style}: a line a run is {', '.join(RECORDS)}"
-    if "experiment" not in given:
-        yield from (
-            f"--{name} is for --experiment" for name in sorted({"scale", "figures"} & given)
-        )
 
 
 def _each_run(options: Namespace, style: str) -> str:

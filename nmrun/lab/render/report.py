@@ -23,20 +23,16 @@ from nmrun.lab.compare import notation
 from nmrun.lab.compare.comparison import Query, divide
 from nmrun.lab.compare.differences import against
 from nmrun.lab.compare.notation import label, short
-from nmrun.lab.compare.runs import read_runs
+from nmrun.lab.compare.runs import FIRST, read_runs, summary
 from nmrun.lab.compare.tables import Table
-from nmrun.lab.config.identity import is_in_id
 from nmrun.lab.records import status
 from nmrun.lab.render import captions, plots, style
 from nmrun.lab.render.curves import History
 from nmrun.lab.render.formats import Figure, Grid, grids
 from nmrun.lab.runs.run_folder import RunFolders
-from nmrun.patterns import RATIO_KEYS
 
 TEMPLATE = Path(__file__).with_name("report.html")
 MOST_LINES = 200  # at most so many lines of a list; the rest is counted
-# keys without a dot that are part of a config
-OWN = ("recipe", "sparsity", "dataset", "model", "optimizer", "schedule")
 
 
 def write(paths: Sequence[str], query: Query, target: Path) -> None:
@@ -53,7 +49,9 @@ def write(paths: Sequence[str], query: Query, target: Path) -> None:
     counts = Counter(run.state for run in states)
     counts.update(runs["status"][~runs["folder"].map(os.path.isdir)])  # of CSV files
     order = [*status.STATES, *sorted(set(counts) - set(status.STATES))]
-    differing, common = _settings(runs)
+    brief = summary(runs)
+    keys = [key for key in brief if key in FIRST or ("." in key and "/" not in key)]
+    common = [(key, label(value)) for key, value in brief.attrs["shared"].items()]
     template = jinja2.Environment(
         autoescape=True,  # whatever users wrote becomes text
         trim_blocks=True,
@@ -67,9 +65,9 @@ def write(paths: Sequence[str], query: Query, target: Path) -> None:
         command=shlex.join(["nmrun", *sys.argv[1:]]),
         sections=_sections(tables, query.baseline, folders),
         unfinished=[run for run in states if run.state != "finished"],
-        run_keys=[*differing, "status"],
+        run_keys=keys,
         run_metric=", ".join(dict.fromkeys(notation.labelled(table.metric) for table in tables)),
-        runs=_runs(tables, differing, target, folders),
+        runs=_runs(tables, keys, target, folders),
         common=_listed(common),
         environment=_listed(_environment(runs, folders)),
         most=MOST_LINES,
@@ -117,7 +115,7 @@ def _runs(
             known = not pd.isna(value) and math.isfinite(value)
             rows.append(
                 {
-                    "labels": [*(short(label(run[key])) for key in keys), run["status"]],
+                    "labels": [short(label(run[key])) for key in keys],
                     "value": notation.printed(value, table.metric) if known else "-",
                     "seconds": "-" if pd.isna(seconds) else f"{seconds:.1f}",
                     "link": quote(f"{folder}/") if os.path.isdir(run["folder"]) else "",
@@ -126,21 +124,6 @@ def _runs(
                 }
             )
     return rows
-
-
-def _settings(runs: pd.DataFrame) -> tuple[list[str], list[tuple[str, str]]]:
-    """The keys of a run's id that differ, recipe and ratio first, and the keys that do not differ,
-    with their value."""
-    dotted = [
-        key
-        for key in runs.columns
-        if "." in key and "/" not in key and not key.endswith(".name") and key not in RATIO_KEYS
-    ]
-    labels = runs[[*(key for key in OWN if key in runs), *dotted, "seed"]].map(label)
-    keys = [str(key) for key in labels]
-    same = [key for key in keys if labels[key].nunique() == 1]
-    differing = [key for key in keys if key not in same and is_in_id(key)]
-    return differing, [(key, labels[key].iloc[0]) for key in same]
 
 
 def _environment(runs: pd.DataFrame, folders: RunFolders) -> list[tuple[str, str]]:
