@@ -91,7 +91,10 @@ def caption(table: Table, in_papers: bool = False, over: str = "(number of seeds
     else:
         what = f"{split}{_in(table.metric)}"
     line = f"{what}; mean +- standard deviation {over}"
-    line += f"; bold: {_bold(table)}" if table.best else ""
+    if table.best:  # dense training is no rival
+        axis, agree = table.compared
+        kind = "best sparse" if table.references else "best"
+        line += f"; bold: {kind} of each {' and '.join([axis, *map(notation.setting, agree)])}"
     notes = cautions(table)
     if table.paper:
         notes.append(f"(paper): {table.paper_source}")
@@ -102,15 +105,6 @@ def caption(table: Table, in_papers: bool = False, over: str = "(number of seeds
     if len(commits) > 1:
         notes.append(f"made by {len(commits)} versions of the code")
     return [text for text in (title(table, in_papers), line, "; ".join(notes)) if text]
-
-
-def _bold(table: Table) -> str:
-    """What bold print marks: ``best sparse recipe of each column``; dense training is no rival."""
-    axis, agree = table.compared
-    keys = table.column_keys if axis == "row" else table.row_keys
-    kind = "sparse " if table.references else ""
-    who = "recipe" if "recipe" in keys else "setting"
-    return f"best {kind}{who} of each {' and '.join([axis, *map(notation.setting, agree)])}"
 
 
 def _in(metric: str, difference: bool = False) -> str:

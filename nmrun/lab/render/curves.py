@@ -65,16 +65,6 @@ class History:
                 for target in table.stands.get((row, column), [column]):
                     self.cells.setdefault((row, target), []).append(run)
 
-    def logged(self) -> set[str]:
-        """The names of all that the runs logged."""
-        return {
-            key
-            for group in self.cells.values()
-            for run in group
-            for line in self._read(run)
-            for key in line
-        }
-
     def curve(self, row: Key, column: Key, key: str, x: str = "step") -> Curve | None:
         """A logged value in a cell, over ``step``, ``epoch`` or ``seconds`` (of training steps);
         None if no run logged it. Its steps are those of the run that logged it least often.

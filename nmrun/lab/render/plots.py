@@ -19,7 +19,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.compare import notation
 from nmrun.lab.compare.comparison import Comparison, Query, compare, one_metric
 from nmrun.lab.compare.notation import Key, but_ratio, scale
-from nmrun.lab.compare.runs import check_name, usual_metric
+from nmrun.lab.compare.runs import usual_metric
 from nmrun.lab.compare.tables import Table, build
 from nmrun.lab.render.curves import History, curves
 from nmrun.lab.render.style import (
@@ -100,10 +100,8 @@ def plot(runs: pd.DataFrame, query: Query, kind: str, layout: Layout = PLAIN) ->
     metric = "".join(query.metrics) if kind == "curves" else ""
     if metric:  # logged while training goes on; the results need not have it
         query = replace(query, metrics=())
-    histories = [History(table) for table in compare(runs, query).tables]
-    if metric:
-        check_name(metric, sorted({key for each in histories for key in each.logged()}), "metric")
-    drawings = [draw(kind, each, metric or logged(each.table), layout) for each in histories]
+    tables = compare(runs, query).tables
+    drawings = [draw(kind, History(each), metric or logged(each), layout) for each in tables]
     figures = [figure for figure in drawings if figure is not None]
     if not figures:
         raise ConfigError(f"--kind {kind}: {KINDS[kind].nothing}")

@@ -216,14 +216,17 @@ IN_THE_DARK = (
 
 def save(figure: Figure, out: Path) -> None:
     """The format follows the suffix of ``out``. SVG can be read on light and on dark pages."""
+    drawn = _drawn(figure, out.suffix[1:], out.stem)
+    atomic.write(out, for_dark_pages(drawn) if out.suffix == ".svg" else drawn, shared=True)
+
+
+def _drawn(figure: Figure, kind: str, name: str) -> bytes:
     buffer = io.BytesIO()  # a full disk breaks matplotlib's writing of PDF
-    dated = {".svg": "Date", ".pdf": "CreationDate"}.get(out.suffix)  # same runs, same bytes
+    dated = {"svg": "Date", "pdf": "CreationDate"}.get(kind)  # same runs, same bytes
     metadata = {dated: None} if dated else None
-    svg = out.suffix == ".svg"
-    with looks(out.stem):
-        figure.savefig(buffer, format=out.suffix[1:], metadata=metadata, transparent=svg)
-    drawn = buffer.getvalue()
-    atomic.write(out, for_dark_pages(drawn) if svg else drawn, shared=True)
+    with looks(name):
+        figure.savefig(buffer, format=kind, metadata=metadata, transparent=kind == "svg")
+    return buffer.getvalue()
 
 
 def for_dark_pages(svg: bytes) -> bytes:
@@ -235,10 +238,7 @@ def embedded(figure: Figure, name: str) -> Markup:
     """The picture as an ``svg`` element of a page: its ink is the colour of the page's text. Its
     ``name``, which no other picture has, is for those who cannot see it.
     """
-    buffer = io.StringIO()
-    with looks(name):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    text = buffer.getvalue()
+    text = _drawn(figure, "svg", name).decode()
     # inside of HTML an svg element needs no namespaces
     text = re.sub(r'<metadata>.*?</metadata>|\sxmlns(:\w+)?="[^"]*"', "", text, flags=re.DOTALL)
     text = text[text.index("<svg") :].replace(INK, "currentColor")
