@@ -22,7 +22,7 @@ from verbs import verb
 
 import nmrun
 from nmrun.errors import ConfigError
-from nmrun.lab.compare import overall
+from nmrun.lab.compare import differences as overall
 from nmrun.lab.compare import statistics as tables_statistics
 from nmrun.lab.compare.comparison import Comparison
 from nmrun.lab.compare.differences import against
@@ -81,7 +81,7 @@ def of_one_row(n: int) -> float:
 
 
 def of(*tables: Table) -> dict[str, overall.Overall]:
-    return {each.row[0]: each for each in overall.against(tables, "sr_ste")}
+    return {each.row[0]: each for each in overall.over_all_cells(tables, "sr_ste")}
 
 
 def test_each_data_set_is_a_test_of_means_over_its_cells():
@@ -124,7 +124,7 @@ def test_a_dense_run_that_failed_is_one_failed_run():
     ]  # fmt: skip
     runs[0]["status"] = "failed"
     table = build(pd.DataFrame(runs), "test/accuracy", ["recipe"], ["sparsity"])
-    rows = {row.row[0]: (row.failed, row.runs) for row in overall.against([table], "ste")}
+    rows = {row.row[0]: (row.failed, row.runs) for row in overall.over_all_cells([table], "ste")}
     assert rows == {"dense": (1, 5), "step": (0, 10)}
 
 
@@ -166,7 +166,7 @@ def test_a_seed_that_failed_is_counted_and_is_the_worst_other_run():
     assert part.gap.n == 3
     assert (failing.failed, failing.runs) == (2, 8)
     text = formats.render(
-        Comparison([words(failed)], overall.against([words(failed)], "sr_ste")), "markdown"
+        Comparison([words(failed)], overall.over_all_cells([words(failed)], "sr_ste")), "markdown"
     )
     assert "2 of 8" in text
     (cell,) = {
@@ -297,7 +297,11 @@ def test_intervals_cover_and_tests_err_as_they_say(rows, n, monkeypatch):
             drawn(rng, data, np.exp(rng.standard_normal(cells)), rows, n)
             for data, cells in (("a", 5), ("b", 1), ("c", 2))
         ]
-        gaps = [part.gap for each in overall.against(tables, "r0") for part in each.parts.values()]
+        gaps = [
+            part.gap
+            for each in overall.over_all_cells(tables, "r0")
+            for part in each.parts.values()
+        ]
         covered += sum(one.low <= 0 <= one.high for one in gaps)
         rejected += any(one.significant for one in gaps)
         assert all((one.p is None) == (n < 3) for one in gaps)
@@ -315,7 +319,7 @@ def test_differences_are_the_true_ones_on_average(better, monkeypatch):
     values = [
         next(
             each.mean
-            for each in overall.against(
+            for each in overall.over_all_cells(
                 [drawn(rng, "a", np.exp(rng.standard_normal(3)), 4, 5, better)], "r0"
             )
             if each.row == ("r1",)
@@ -396,7 +400,7 @@ def test_the_caption_says_how_each_data_set_was_tuned():
         against(replace(words(), runs=runs), "sr_ste"),
         against(replace(images(), candidates=of_images), "sr_ste"),
     ]
-    text = formats.render(Comparison(tables, overall.against(tables, "sr_ste")), "markdown")
+    text = formats.render(Comparison(tables, overall.over_all_cells(tables, "sr_ste")), "markdown")
     assert "in test/perplexity, test/accuracy by data set" in text
     each = "each cell tuned before by 6 trials by lr"
     assert re.search(rf"{each}[^;(]* \(ste\), none \(sr_ste, asp\) \(shakespeare\);", text)
@@ -405,7 +409,7 @@ def test_the_caption_says_how_each_data_set_was_tuned():
 
 def test_the_picture_has_a_point_for_each_cell_and_an_interval_for_each_data_set():
     tables = [against(each, "sr_ste") for each in (words(), images())]
-    rows = overall.against(tables, "sr_ste")
+    rows = overall.over_all_cells(tables, "sr_ste")
     (axes,) = plots.over_all_cells(Comparison(tables, rows), Layout()).axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["ASP", "STE"]
     drawn = {str(line.get_label()): line for line in axes.get_lines()}
