@@ -50,10 +50,9 @@ def test_a_key_that_one_file_has_not_is_no_difference(tmp_path, table):
     line = GOOD[:-1].replace(b"0.5", b"0.6") + b",mlp,null,0.2,6,optimizer.lr 0.1,eval/accuracy\n"
     (tmp_path / "after.csv").write_bytes(after + tuned + line)
     lines = table("--rows", "recipe,tuned.trials", paths=("before.csv", "after.csv"))[1]
-    trials = "6 trials by validation accuracy, the best two with three seeds (tuned.trials 6)"
+    trials = "6 trials by validation accuracy, the best two with three seeds (ste trials=6)"
     assert lines.splitlines()[2] == (
-        "not the same in all cells: learning rate; each cell tuned before by "
-        f"none (tuned.trials -), {trials}; no dense run under these settings"
+        f"not the same in all cells: learning rate; each cell tuned before by none (ste), {trials}"
     )
 
 
@@ -83,7 +82,7 @@ def test_what_python_alone_takes_for_a_number_is_a_text(tmp_path, text):
         (HEAD + GOOD.replace(b"2:4", b"9:4"), "line 2: 9:4 is not an N:M pattern"),
         (
             HEAD + GOOD.replace(b"finished", b"done"),
-            "line 2: status=done: it takes finished, failed, interrupted",
+            "line 2: status=done: no such status",
         ),
     ],
 )

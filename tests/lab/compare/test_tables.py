@@ -640,6 +640,9 @@ def test_plots_of_two_models_go_below_the_path(write, tmp_path, capsys):
         (["--cols", "sparsty"], ["did you mean sparsity?"]),
         (["--filter", "sed=0"], ["did you mean seed?"]),
         (["--filter", "optimizer.lr"], ["write KEY=VALUE"]),
+        (["--overall"], ["name it with --baseline"]),
+        (["--scale", "smoke"], ["--scale", "--experiment"]),
+        (["--runs", "--baseline", "ste"], ["--baseline", "--runs"]),
         (["--filter", "optimizer.lr=5,0.001"], ["no run has 5; optimizer.lr is 0.001"]),
         (
             ["--filter", "optimizer.lr!=0.001"],
