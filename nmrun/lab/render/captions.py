@@ -93,7 +93,7 @@ def caption(table: Table, in_papers: bool = False, over: str = "(number of seeds
     line = f"{what}; mean +- standard deviation {over}"
     if table.best:  # dense training is no rival
         axis, agree = table.compared
-        kind = "best sparse" if table.references else "best"
+        kind = "best sparse one" if table.references else "best one"
         line += f"; bold: {kind} of each {' and '.join([axis, *map(notation.setting, agree)])}"
     notes = cautions(table)
     if table.paper:

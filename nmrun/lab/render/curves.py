@@ -16,7 +16,7 @@ from nmrun.lab.compare.notation import Key, label, scale
 from nmrun.lab.compare.tables import Run, Table
 from nmrun.lab.render.style import (
     FEW,
-    MARK,
+    SWITCHES,
     Layout,
     heading,
     look,
@@ -30,7 +30,6 @@ from nmrun.lab.render.style import (
 from nmrun.lab.runs.run_folder import METRICS, RunFolder, RunFolders
 
 MARKS = 7  # markers on a curve
-SWITCHES = "STEP's switch"
 DOTS: dict[str, Any] = {"linestyle": (0, (1, 1.5)), "zorder": 0}
 OVER = {"step": "training step", "epoch": "epoch", "seconds": "seconds of training steps"}
 SPEED = "steps_per_second"  # counted since the row before
@@ -158,8 +157,7 @@ def curves(history: History, metric: str, layout: Layout) -> Figure | None:
             name += f" ({without} without a log)" if without else ""
             _line(panel[place], curve, how, name)
             for x in history.switches(row, column, layout.x):
-                mark = panel[place].axvline(x, label=SWITCHES, color=how["color"], **DOTS)
-                mark.set_gid(MARK)
+                panel[place].axvline(x, label=SWITCHES, color=how["color"], **DOTS)
     if layout.ylim:
         panel[0].set_ylim(layout.ylim)
     elif scale(metric) == 100.0:

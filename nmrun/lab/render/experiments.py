@@ -75,16 +75,17 @@ def _section(
     names = ("rows", "cols", "metric")
     query = Query.of(**({name: getattr(experiment, name) for name in names} | given))
     collected = runs(experiment, scale, overrides, query.metrics)
-    # of its own keys those that no run has are left out
-    for name in {"rows", "cols"} - given.keys():
-        keys = tuple(key for key in getattr(query, name) if key in collected)
-        query = replace(query, **{name: keys})
+
+    def there(name: str) -> tuple[str, ...]:  # of its own keys those that no run has are left out
+        return tuple(k for k in getattr(query, name) if name in given or k in collected)
+
+    query = replace(query, rows=there("rows"), cols=there("cols"))
     tables = compare(collected, query, intact).tables
     if experiment.baseline and not query.baseline:
         tables = [compared(table, experiment.baseline) for table in tables]
     if not {"rows", "cols"} & given.keys():  # published figures are by the experiment's own
-        paper = {"paper": experiment.paper, "paper_source": experiment.paper_source}
-        tables = [replace(table, **paper) for table in tables]
+        published, source = experiment.paper, experiment.paper_source
+        tables = [replace(table, paper=published, paper_source=source) for table in tables]
     of_pictures = replace(query, baseline="")
     if "metric" in query.cols:  # pictures are of one metric, and tell ratios apart
         of_pictures = replace(of_pictures, cols=("sparsity",), metrics=query.metrics[:1])

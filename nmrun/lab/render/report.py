@@ -50,7 +50,7 @@ def write(paths: Sequence[str], query: Query, target: Path) -> None:
     counts.update(runs["status"][~runs["folder"].map(os.path.isdir)])  # of CSV files
     order = [*status.STATES, *sorted(set(counts) - set(status.STATES))]
     brief = summary(runs)
-    keys = [key for key in brief if key in FIRST or ("." in key and "/" not in key)]
+    keys = [k for k in map(str, brief) if k in FIRST or ("." in k and "/" not in k)]
     common = [(key, label(value)) for key, value in brief.attrs["shared"].items()]
     template = jinja2.Environment(
         autoescape=True,  # whatever users wrote becomes text

@@ -17,7 +17,6 @@ from typing import Any
 import matplotlib
 from markupsafe import Markup
 from matplotlib import style as mpl_style
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -38,7 +37,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", INK
 MARKERS = "osD^vPX*"  # one more than colours, so that no two of the first 56 lines look the same
 LINES = ("-", "--", "-.", ":")
 REFERENCE_LINES = ("--", ":", "-.")
-MARK = "mark"  # for lines that are no row of the table
+SWITCHES = "STEP's switch"  # of lines that are no row of the table
 FEW = 7  # at most so many lines in a panel
 ACROSS = 3  # panels in a row, and one more where they would be four rows
 NARROW = 4.6  # inches; a legend beside takes too much of less
@@ -159,8 +158,7 @@ def legend(figure: Figure) -> None:
         for axes in figure.axes
         for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    # what marks a place (STEP's switch) comes last
-    entries = dict(sorted(handles.items(), key=lambda entry: _is_mark(entry[1])))
+    entries = dict(sorted(handles.items(), key=lambda entry: entry[0] == SWITCHES))  # last
     if not entries:
         return
     width, height = figure.get_size_inches()
@@ -192,10 +190,6 @@ def fit(figure: Figure) -> None:
     if lacking > 0:
         rows = len({round(box.y0) for box in boxes})
         figure.set_figheight(figure.get_figheight() + lacking * rows)
-
-
-def _is_mark(handle: Any) -> bool:
-    return isinstance(handle, Artist) and handle.get_gid() == MARK
 
 
 def x_label(figure: Figure, text: str) -> None:

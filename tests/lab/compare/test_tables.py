@@ -174,7 +174,7 @@ def test_mean_deviation_n_best_and_the_dense_reference(write, table):
     what, how, beware, blank, *lines = out.splitlines()
     assert what == "small_conv on digits, adam, learning rate 0.001, 12 epochs"
     assert "accuracy on the test split in %" in how
-    assert "bold: best sparse of each column" in how
+    assert "bold: best sparse one of each column" in how
     assert beware.startswith("not the same in all cells: seeds")
     assert not blank
     assert len({len(line) for line in lines}) == 1, "aligned in a terminal"
