@@ -147,24 +147,6 @@ class Table:
             for (column, metric), cells in self._by_metric.items()
         }
 
-    @property
-    def with_paper(self) -> list[tuple[Key, bool]]:
-        """The rows, and whether they are published figures, which stand below the row of their
-        name.
-        """
-        ours = [" ".join(row) for row in self.rows]
-        lines: list[tuple[Key, bool]] = []
-        for row, name in zip(self.rows, ours, strict=True):
-            lines.append((row, False))
-            if name in self.paper:
-                lines.append((tuple(name.split()), True))
-        return lines + [(tuple(name.split()), True) for name in self.paper if name not in ours]
-
-    def published(self, row: Key) -> list[str]:
-        """The figures of a row of ``with_paper`` as they are printed; ``-`` for none."""
-        values = self.paper[" ".join(row)]
-        return [values.get(" ".join(column), "-") for column in self.columns]
-
 
 # What stands beside the cells of a row, by the name of its column: a number or a text. All formats
 # have it, but not the table over all cells, which is of several tables.

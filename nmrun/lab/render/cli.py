@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nmrun import atomic
 from nmrun.errors import ConfigError, folded, neutral
 from nmrun.lab.arguments import Parser, files_of_the_command
+from nmrun.registry import choose
 
 if TYPE_CHECKING:
     from nmrun.lab.compare.comparison import Query
@@ -20,7 +21,7 @@ OUTPUTS = "outputs"  # where runs are by default
 RECORDS = ("csv", "json")  # for programs
 FORMATS = ("markdown", "latex", *RECORDS)
 BY_SUFFIX = {".md": "markdown", ".tex": "latex"} | {f".{name}": name for name in RECORDS}
-SUFFIXES = (".png", ".svg", ".pdf")
+PICTURES = {f".{kind}": kind for kind in ("png", "svg", "pdf")}
 PLOTS = ("ratio", "curves", "flops", "overall")
 OVER = ("step", "epoch", "seconds")
 QUERY = ("rows", "cols", "metric", "filter")  # options of all three
@@ -76,21 +77,15 @@ def table(argv: Sequence[str]) -> int:
     )
     with files_of_the_command():
         options = parser.parse_intermixed_args(argv)
-        suffix = options.out.suffix.lower() if options.out else ""
-        style = options.format or BY_SUFFIX.get(suffix, "csv" if options.runs else "markdown")
+        usual = "csv" if options.runs else "markdown"
+        style = options.format or _by_suffix(options.out, BY_SUFFIX | {"": usual})
         given = {key for key, value in vars(options).items() if value != parser.get_default(key)}
         shown = next((name for name in SHOWS if name in given), "")
         if wrong := sorted(given - SHOWS[shown]):
             what = f"with --{shown}" if shown else "without --experiment"
             raise ConfigError(f"--{wrong[0]}: it has no meaning {what}")
-        if suffix not in ("", *BY_SUFFIX) and not options.format:
-            raise ConfigError(
-                f"--out: the suffix must be one of {', '.join(BY_SUFFIX)}, or say --format"
-            )
-        if style not in RECORDS and options.runs:
-            raise ConfigError(f"--runs --format {style}: a line a run is {', '.join(RECORDS)}")
         if options.runs:
-            _write(_each_run(options, style), style, options.out)
+            _write(_each_run(options, choose("format", style, RECORDS)), style, options.out)
         elif options.experiment:
             _experiments(options, style)
         else:
@@ -185,8 +180,7 @@ def plot(argv: Sequence[str]) -> int:
         options = parser.parse_intermixed_args(argv)
         name = "plot.png" if options.kind == "ratio" else f"{options.kind}.png"
         out = options.out or _default_file(options, name)
-        if out.suffix not in SUFFIXES:
-            raise ConfigError(f"--out {out}: the suffix must be one of {', '.join(SUFFIXES)}")
+        _by_suffix(out, PICTURES)
         from nmrun.lab.compare.runs import read_runs
         from nmrun.lab.render import plots
         from nmrun.lab.render.style import Layout, save
@@ -216,8 +210,7 @@ def report(argv: Sequence[str]) -> int:
     with files_of_the_command():
         options = parser.parse_intermixed_args(argv)
         target = options.out or _default_file(options, "report.html")
-        if target.suffix not in ("", ".html", ".htm"):
-            raise ConfigError(f"--out {target}: a report is HTML; the suffix must be .html")
+        _by_suffix(target, {".html": "HTML", ".htm": "HTML", "": "HTML"})
         from nmrun.lab.render import report
 
         report.write(_paths(options), _query(options), target)
@@ -262,6 +255,16 @@ def _baseline(parser: Parser, which: str) -> None:
 
 def _paths(options: Namespace) -> list[str]:
     return options.paths or [OUTPUTS]
+
+
+def _by_suffix(out: Path | None, kinds: Mapping[str, str]) -> str:
+    """The kind of file that a name asks for."""
+    suffix = out.suffix.lower() if out else ""
+    if suffix not in kinds:
+        raise ConfigError(
+            f"--out {out}: the suffix must be one of {', '.join(filter(None, kinds))}"
+        )
+    return kinds[suffix]
 
 
 def _query(options: Namespace, overall: bool = False) -> Query:

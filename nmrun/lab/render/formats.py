@@ -121,18 +121,27 @@ def values(table: Table, caption: list[str], in_papers: bool = False) -> Grid:
         shown = tuple(labelled(text) if key == "metric" else text for key, text in pairs)
         names = notation.column(table.column_keys, column)
         head.append(", ".join(names) if in_papers else words(table.column_keys, shown))
+
+    def named(row: Key) -> list[str]:
+        return [_label(key, t, in_papers) for key, t in zip(table.row_keys, row, strict=True)]
+
+    def published(name: str) -> Line:
+        *labels, last = named(tuple(name.split()))
+        texts = [table.paper[name].get(" ".join(column), "-") for column in table.columns]
+        return [*labels, f"{last} (paper)"], [
+            Figure(t) for t in [*texts, *("-" for _ in ROW_COLUMNS)]
+        ]
+
     every: list[Line] = []
-    for row, is_published in table.with_paper:
-        labels = [_label(key, t, in_papers) for key, t in zip(table.row_keys, row, strict=True)]
-        if is_published:
-            labels[-1] += " (paper)"
-            figures = [
-                Figure(text) for text in [*table.published(row), *("-" for _ in ROW_COLUMNS)]
-            ]
-        else:
-            figures = [_figure(table, row, column) for column in table.columns]
-            figures += [Figure(str(of(table, row))) for of in ROW_COLUMNS.values()]
-        every.append((labels, figures))
+    missing = dict.fromkeys(table.paper)
+    for row in table.rows:
+        figures = [_figure(table, row, column) for column in table.columns]
+        beside = [Figure(str(of(table, row))) for of in ROW_COLUMNS.values()]
+        every.append((named(row), figures + beside))
+        if (name := " ".join(row)) in missing:
+            del missing[name]
+            every.append(published(name))
+    every += map(published, missing)
     references = len(table.references)
     return Grid(caption, len(table.row_keys), [*head, *ROW_COLUMNS], every, references)
 

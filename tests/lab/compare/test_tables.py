@@ -656,7 +656,7 @@ def test_plots_of_two_models_go_below_the_path(write, tmp_path, capsys):
         (["--nonsense"], ["--nonsense"]),
         (
             ["--runs", "--format", "latex"],
-            ["--runs --format latex: a line a run is csv, json"],
+            ["format=latex: no such format (there are csv, json)"],
         ),
     ],
 )
