@@ -182,14 +182,7 @@ def over_all_cells(comparison: Comparison) -> list[str]:
         notes.append("no test over all cells: the last column leaves out the data set in brackets")
     if any(gap.n < FEWEST for gap in gaps):
         notes.append("no test for fewer than three seeds of a data set")
-    if any(gap.n > 1 and gap.spread is None for gap in gaps):
-        notes.append(
-            "no interval and no test where a column has only the two rows compared: deviations must be of other runs"
-        )
-    beware = _of_data_sets(tables)
-    if len({len(each.means) for each in rows}) > 1:
-        beware.insert(0, "not all rows have the same cells")
-    return [first, *("; ".join(line) for line in (notes, beware) if line)]
+    return [first, *("; ".join(line) for line in (notes, _of_data_sets(tables)) if line)]
 
 
 def _of_data_sets(tables: Sequence[Table]) -> list[str]:

@@ -82,7 +82,9 @@ def _section(
     query = replace(query, rows=there("rows"), cols=there("cols"))
     tables = compare(collected, query, intact).tables
     if experiment.baseline and not query.baseline:
-        tables = [compared(table, experiment.baseline) for table in tables]
+        for i, table in enumerate(tables):
+            with contextlib.suppress(ConfigError):  # too few runs have finished
+                tables[i] = against(table, experiment.baseline)
     if not {"rows", "cols"} & given.keys():  # published figures are by the experiment's own
         published, source = experiment.paper, experiment.paper_source
         tables = [replace(table, paper=published, paper_source=source) for table in tables]
@@ -129,13 +131,6 @@ def runs(
         raise Unfinished(
             f"{words[0]} scale={scale}: none of its {len(table)} runs is finished; {command} makes them"
         )
-    return table
-
-
-def compared(table: Table, baseline: str) -> Table:
-    """Add differences to the experiment's baseline, unless too few runs have finished."""
-    with contextlib.suppress(ConfigError):
-        return against(table, baseline)
     return table
 
 

@@ -331,22 +331,6 @@ def test_flops_that_are_the_same_for_every_seed_differ_for_sure(write, table):
     assert "fewer than three" not in told + table(*words, "--format", "latex")[1].lower()
 
 
-def test_ties_are_not_significant(write, table):
-    """Three times one test image less, in a table of several columns. Their least spreads are alike:
-    together they have six degrees of freedom, and a chi-squared variable of two has the geometric
-    mean 2 exp(-gamma). The prior counts as four of the five parts.
-    """
-    t = math.sqrt(3 / (0.8 * math.exp(np.euler_gamma) + 0.2))
-    for seed, right in enumerate((354, 355, 353)):
-        write("dense", "dense", seed, right / IMAGES)
-        for ratio in ("2:4", "1:4", "1:8"):
-            write("ste", ratio, seed, (right - 1) / IMAGES)
-    out = cells(table("--baseline", "dense")[1].split("Difference", 1)[1])
-    assert {cell.strip("*") for cell in out["ste"].values()} == {
-        f"{M}0.3 [{M}0.8, +0.2] p={3 * 2 * stats.t.sf(t, 6):.2g} (3)"
-    }
-
-
 def test_the_caption_says_what_few_seeds_leave_out(write, table):
     for seed in range(2):
         write("dense", "dense", seed, 0.9 + seed / 100)
