@@ -20,8 +20,6 @@ from nmrun.lab.keys import options
 from nmrun.lab.output import quantity
 from nmrun.oneshot import METHODS
 
-SPLITS = {"test": "on the test split", "eval": "on the validation split"}
-
 
 def title(table: Table, in_papers: bool = False) -> str:
     """What all runs of the table have in common: model and data set, optimizer, and epochs or
@@ -61,36 +59,20 @@ def _pruning(table: Table) -> str:
 def _other_than(group: str, shared: Mapping[str, str], named: Collection[str]) -> str:
     """The settings of a model or data set that are not its defaults, in brackets; but for those that
     are ``named`` already."""
-    name = shared[group]
-    keys = options.keys(group, name) if name in options.names(group) else {}
-    # lists of layers are long, and what another key decides is said by that
-    usual = {
-        key: ranges.value_text(field.default)
-        for key, field in keys.items()
-        if not isinstance(field.default, list) and not str(field.default).startswith("${")
-    }
-    other = [
-        f"{key}={shared[f'{group}.{key}']}"
-        for key, default in usual.items()
-        if key not in named
-        and f"{group}.{key}" in shared
-        and not same(shared[f"{group}.{key}"], default)
-    ]
+    name, other = shared[group], []
+    for key, field in (options.keys(group, name) if name in options.names(group) else {}).items():
+        value, usual = shared.get(f"{group}.{key}"), field.default
+        # lists of layers are long, and what another key decides is said by that
+        if value is None or isinstance(usual, list) or str(usual).startswith("${"):
+            continue
+        if key not in named and not same(value, ranges.value_text(usual)):
+            other.append(f"{key}={value}")
     return f" ({', '.join(other)})" if other else ""
 
 
 def caption(table: Table, in_papers: bool = False, over: str = "(number of seeds)") -> list[str]:
     """The lines above the values, which are means ``over`` something."""
-    split, slash, name = table.metric.removeprefix("best/").partition("/")
-    best = table.metric.startswith("best/")
-    weights = "best weights by validation" if best else "last weights"
-    if table.several_metrics:
-        what = table.metric.replace(",", ", ")
-    elif slash:
-        what = f"{name} {SPLITS.get(split, f'({split})')}{_in(table.metric)}, {weights}"
-    else:
-        what = f"{split}{_in(table.metric)}"
-    line = f"{what}; mean +- standard deviation {over}"
+    line = f"{', '.join(map(notation.metric, table.metric.split(',')))}; mean +- standard deviation {over}"
     if table.best:  # dense training is no rival
         axis, agree = table.compared
         kind = "best sparse one" if table.references else "best one"
@@ -107,21 +89,14 @@ def caption(table: Table, in_papers: bool = False, over: str = "(number of seeds
     return [text for text in (title(table, in_papers), line, "; ".join(notes)) if text]
 
 
-def _in(metric: str, difference: bool = False) -> str:
-    name = unit(metric, difference)
-    return f" in {name}" if name else ""
-
-
 # --- differences ----------------------------------------------------------------------------------
 
 
 def comparison(table: Table) -> list[str]:
     """The lines above the differences."""
-    units = ""
-    if not table.several_metrics:
-        units = _in(table.metric, difference=True)
-    elif "accuracy" in table.metric:
-        units = " (accuracies in percentage points)"
+    several = " (accuracies in percentage points)" if "accuracy" in table.metric else ""
+    name = unit(table.metric, difference=True)
+    units = several if table.several_metrics else f" in {name}" if name else ""
     with_p = any(gap.p is not None for gap in table.differences.values())
     shown = "its 95 % interval and p-value" if with_p else "its 95 % interval"
     whom = ", ".join(words(table.row_keys, row) for row in table.baseline)

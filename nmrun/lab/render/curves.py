@@ -22,7 +22,6 @@ from nmrun.lab.render.style import (
     look,
     named,
     of_number,
-    panel_name,
     panels,
     title,
     x_label,
@@ -143,7 +142,7 @@ def curves(history: History, metric: str, layout: Layout) -> Figure | None:
     rows = [row for row in table.rows if any(row == r for r, _ in found)]
     columns = [column for column in table.columns if any(column == c for _, c in found)]
     of_rows = {row: named(table, row) for row in rows}
-    of_columns = {column: panel_name(table, column) for column in columns}
+    of_columns = {c: ", ".join(notation.column(table.column_keys, c)) for c in columns}
     turned = len(rows) > FEW
     figure, panel = panels([*(of_rows if turned else of_columns).values()], layout)
     for i, row in enumerate(rows):

@@ -39,8 +39,7 @@ SPECIAL = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
     "|": r"\textbar{}", "[": "{[}", "]": "{]}", **{c: f"\\{c}" for c in "_%&#${}"}, MINUS: "$-$",
 }  # fmt: skip
-COLUMN = 234.0  # points; a column of two in most styles is that wide, or a little more
-LETTER, BETWEEN = 4.3, 6.0  # points, in \footnotesize
+MOST = 5  # columns of values in one of the page's two columns
 NUMBER = re.compile(rf"[-+{MINUS}]?[\d.]+(e[-+{MINUS}]?\d+|[a-zA-Z])?")
 
 
@@ -276,12 +275,12 @@ def _in_latex(table: Table) -> str:
         caption.append(f"compared with {', '.join(whom)}: {captions.tests(table)}")
     parts = [table.shared.get("dataset"), table.shared.get("model"), table.metric]
     name = re.sub(r"[^a-zA-Z0-9]+", "-", " ".join(filter(None, parts))).strip("-").lower()
-    return latex(values(table, caption, in_papers=True), name, str(n))
+    return latex(values(table, caption, in_papers=True), name, str(n), MOST)
 
 
-def latex(grid: Grid, name: str, n: str = "") -> str:
-    """One ``table`` environment, or ``table*`` where it is too wide for a column of two; it needs
-    booktabs. ``n`` is the count that no cell repeats."""
+def latex(grid: Grid, name: str, n: str = "", most: int = 0) -> str:
+    """One ``table`` environment, or of more than ``most`` columns of figures ``table*``, which is as
+    wide as the page; it needs booktabs. ``n`` is the count that no cell repeats."""
     rows = [
         " & ".join([*map(escape, labels), *(_cell(figure, n) for figure in figures)])
         for labels, figures in grid.lines
@@ -291,7 +290,7 @@ def latex(grid: Grid, name: str, n: str = "") -> str:
     first, *rest = grid.caption  # with names as they are written
     caption = ". ".join([first, *(text[:1].upper() + text[1:] for text in rest)])
     caption = escape(caption).replace("+-", r"$\pm$").replace("(*:", "($^{*}$:")
-    star = "*" if _width(grid, n) > COLUMN else ""
+    star = "*" if len(grid.head) - grid.keys > most else ""
     return "\n".join(
         [
             "% needs \\usepackage{booktabs}",
@@ -319,7 +318,7 @@ def escape(text: str) -> str:
 
 def _cell(figure: Figure, n: str) -> str:
     """``$98.7_{\\pm 0.3}^{*}$``, and the number of seeds where it is not ``n``."""
-    counted = escape(_counted(figure, n))
+    counted = f" ({escape(figure.counted)})" if figure.counted not in ("", n) else ""
     if not NUMBER.fullmatch(figure.value):
         text = "--" if figure.value == "-" else escape(figure.value).replace("*", "$^{*}$")
         return text + counted
@@ -333,25 +332,10 @@ def _cell(figure: Figure, n: str) -> str:
     return f"${text}${counted}"
 
 
-def _counted(figure: Figure, n: str) -> str:
-    return f" ({figure.counted})" if figure.counted not in ("", n) else ""
-
-
 def _in_math(text: str) -> str:
     """What ``printed`` gives, inside of a formula."""
     text = re.sub(r"e([+-]?)0*(\d+)$", r"\\times 10^{\1\2}", text.replace(MINUS, "-"))
     return re.sub(r"([a-zA-Z])$", r"\\mathrm{\1}", text.replace("{+", "{"))
-
-
-def _width(grid: Grid, n: str) -> float:
-    """About how wide the table is, in points; deviations are small, and the sign before them is as
-    wide as what that saves."""
-    cells = [
-        [*labels, *(f.value + f.spread + _counted(f, n) for f in figures)]
-        for labels, figures in grid.lines
-    ]
-    columns = zip(grid.head, *cells, strict=True)
-    return sum(LETTER * max(map(len, column)) + BETWEEN for column in columns)
 
 
 # --- for a paper ----------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from nmrun.lab.compare.tables import Table
 from nmrun.lab.keys.ranges import INCHES, LIMITS
 from nmrun.lab.output import quantity
 from nmrun.lab.render import captions
-from nmrun.patterns import Pattern, PatternError
 from nmrun.ranges import check_values
 
 INK = "#1a1a1a"  # of paper.mplstyle
@@ -123,14 +122,6 @@ def title(figure: Figure, usual: str, layout: Layout) -> None:
     """Above the picture: the user's, or the usual one."""
     if text := usual if layout.title is None else layout.title:
         figure.suptitle(textwrap.fill(text, int(LETTERS * figure.get_figwidth())))
-
-
-def panel_name(table: Table, column: Key) -> str:
-    """The heading of a panel: ``1:8 (12.5 % of the weights)``, or the labels."""
-    if table.column_keys == ("sparsity",):
-        with contextlib.suppress(PatternError):
-            return f"{column[0]} ({100 * Pattern.parse(column[0]).density:.3g} % of the weights)"
-    return ", ".join(notation.column(table.column_keys, column))
 
 
 def panels(headings: list[str], layout: Layout) -> tuple[Figure, list[Axes]]:

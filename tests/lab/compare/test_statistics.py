@@ -313,11 +313,6 @@ def test_a_table_of_differences(write, table):
     assert re.search(r"80 % power to find a true difference of [\d.]+ \(median\)", how)
     assert "no test" not in how
     assert table("--baseline", "dense", "--format", "latex")[1].isascii()
-    exact = list(csv.DictReader(table("--baseline", "dense", "--format", "csv")[1].splitlines()))
-    one = next(row for row in exact if (row["recipe"], row["sparsity"]) == ("ste", "1:8"))
-    assert float(one["difference"]) == pytest.approx(-0.0215)
-    assert one["difference"].startswith("-")
-    assert float(one["least"]) > 0
 
 
 def test_flops_that_are_the_same_for_every_seed_differ_for_sure(write, table):

@@ -60,7 +60,7 @@ def test_cells_names_caption_and_label(write, table):
         ["STEP", r"$\mathbf{91.0}_{\pm 1.0}$", r"$\mathbf{91.0}_{\pm 1.0}$"],
         [r"odd\_\#", "$50.0$ (1)", "--"],
     ]
-    for part in (r"small\_conv on digits", r"split in \%", r"$\pm$", "over 3 seeds"):
+    for part in (r"small\_conv on digits", r"Test accuracy (\%)", r"$\pm$", "over 3 seeds"):
         assert part in caption(text)
     assert r"\label{tab:digits-small-conv-test-accuracy}" in text
     assert text.count(r"\begin{tabular}") == 1
