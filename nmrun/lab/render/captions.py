@@ -72,7 +72,8 @@ def _other_than(group: str, shared: Mapping[str, str], named: Collection[str]) -
 
 def caption(table: Table, in_papers: bool = False, over: str = "(number of seeds)") -> list[str]:
     """The lines above the values, which are means ``over`` something."""
-    line = f"{', '.join(map(notation.metric, table.metric.split(',')))}; mean +- standard deviation {over}"
+    what = ", ".join(map(notation.metric, table.metric.split(",")))
+    line = f"{what}; mean +- standard deviation {over}"
     if table.best:  # dense training is no rival
         axis, agree = table.compared
         kind = "best sparse one" if table.references else "best one"
@@ -114,10 +115,8 @@ def tests(table: Table) -> str:
     by_metric: dict[str, list[Difference]] = {}
     for place, gap in table.differences.items():
         by_metric.setdefault(table.metric_of(*place), []).append(gap)
-    notes = [*_tested(by_metric)]
-    if few:
-        notes.insert(1, "no test for fewer than three seeds")
-    return "; ".join(notes)
+    test, power = _tested(by_metric)
+    return "; ".join([test, *(["no test for fewer than three seeds"] if few else []), power])
 
 
 def _tested(by_metric: Mapping[str, Iterable[Difference]]) -> list[str]:
@@ -130,14 +129,14 @@ def _tested(by_metric: Mapping[str, Iterable[Difference]]) -> list[str]:
         metric: least
         for metric, some in by_metric.items()
         if (least := [gap.least for gap in some if gap.least is not None])
-    }
+    }  # of what was tested it is known
     sizes = [
         two_digits(statistics.median(least), metric) + (f" in {metric}" if len(known) > 1 else "")
         for metric, least in known.items()
     ]
     power = f"80 % power to find a true difference of {', '.join(sizes)} (median)"
     test = f"moderated t-test, Holm's correction for {quantity(number, 'comparison')}{star}"
-    return [test, power] if known else [test]
+    return [test, power]
 
 
 def over_all_cells(comparison: Comparison) -> list[str]:

@@ -39,7 +39,7 @@ SPECIAL = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
     "|": r"\textbar{}", "[": "{[}", "]": "{]}", **{c: f"\\{c}" for c in "_%&#${}"}, MINUS: "$-$",
 }  # fmt: skip
-MOST = 5  # columns of values in one of the page's two columns
+MOST = 7  # columns of a table in one of the page's two; one of labels counts twice
 NUMBER = re.compile(rf"[-+{MINUS}]?[\d.]+(e[-+{MINUS}]?\d+|[a-zA-Z])?")
 
 
@@ -189,10 +189,8 @@ def _judged(gap: Difference, metric: str, count: int) -> Figure:
 
 def over_all_cells(comparison: Comparison, in_papers: bool = False) -> Grid:
     """A row's differences to the baseline: of each data set, and over all of them."""
-    keys, data_sets = (
-        comparison.tables[0].row_keys,
-        [*dict.fromkeys(data for each in comparison.overall for data in each.parts)],
-    )
+    keys = comparison.tables[0].row_keys
+    data_sets = dict.fromkeys(data for each in comparison.overall for data in each.parts)
     several = len(data_sets) > 1
     failed = any(each.failed for each in comparison.overall)
 
@@ -279,8 +277,8 @@ def _in_latex(table: Table) -> str:
 
 
 def latex(grid: Grid, name: str, n: str = "", most: int = 0) -> str:
-    """One ``table`` environment, or of more than ``most`` columns of figures ``table*``, which is as
-    wide as the page; it needs booktabs. ``n`` is the count that no cell repeats."""
+    """One ``table`` environment, or of more than ``most`` columns ``table*``, which is as wide as the
+    page; it needs booktabs. ``n`` is the count that no cell repeats."""
     rows = [
         " & ".join([*map(escape, labels), *(_cell(figure, n) for figure in figures)])
         for labels, figures in grid.lines
@@ -290,7 +288,7 @@ def latex(grid: Grid, name: str, n: str = "", most: int = 0) -> str:
     first, *rest = grid.caption  # with names as they are written
     caption = ". ".join([first, *(text[:1].upper() + text[1:] for text in rest)])
     caption = escape(caption).replace("+-", r"$\pm$").replace("(*:", "($^{*}$:")
-    star = "*" if len(grid.head) - grid.keys > most else ""
+    star = "*" if len(grid.head) + grid.keys > most else ""
     return "\n".join(
         [
             "% needs \\usepackage{booktabs}",
