@@ -326,52 +326,53 @@ def lines_of(page: Path, block: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
 
 
-def test_what_freezing_gains_has_its_side(tmp_path):
+HOLDS = ("**holds**", "**fails**", "undecided")
+MOMENTS = "--rows recipe.second_moment --baseline live --filter recipe=step"
+
+
+@pytest.mark.parametrize(
+    ("part", "command", "place", "words"),
+    [
+        (
+            "short",
+            f"step_mechanism.csv --cols recipe.switch {MOMENTS} optimizer.lr=0.002 recipe.lr_factor=1.0",
+            "short, switch=",
+            HOLDS,
+        ),
+        (
+            "later (exploratory)",
+            f"step_mechanism.csv --cols recipe.switch {MOMENTS} optimizer.lr=0.00841",
+            "later, switch=",
+            ("ahead", "behind", "not told apart"),
+        ),
+        (
+            "text",
+            f"step_long_language.csv {MOMENTS} recipe.decay=0.0 recipe.switch=auto",
+            "text, ",
+            HOLDS,
+        ),
+        (  # SR-STE stands in the table twice: for fewer FLOPs, and as the baseline
+            "equal",
+            "step_long.csv --rows recipe,recipe.switch,trainer.budget --cols optimizer.lr "
+            '--baseline "sr_ste - flops:28030000000000.0" --filter sparsity=1:8 recipe=sr_ste,step '
+            "optimizer.lr=0.008,0.032 recipe.switch=0.5 recipe.decay=0.0,0.0002",
+            "equal, switch=0.5, lr=",
+            HOLDS,
+        ),
+    ],
+)
+def test_lines_have_their_side_and_the_settings_of_their_row(part, command, place, words, tmp_path):
     """More accuracy is better and less perplexity; a difference without a star decides nothing."""
-    rows, at = "--rows recipe.second_moment --filter recipe=step", "recipe.lr_factor=1.0"
-    tables = {
-        "short": f"step_mechanism.csv {rows} optimizer.lr=0.002 {at} --cols recipe.switch",
-        "later (exploratory)": f"step_mechanism.csv {rows} optimizer.lr=0.00841 --cols recipe.switch",
-        "text": f"step_long_language.csv {rows} recipe.decay=0.0 recipe.switch=auto",
-    }
-    parts = [f"{name} = nmrun table {RESULTS}/{of} --baseline live" for name, of in tables.items()]
-    _, _, *lines = lines_of(tmp_path / "page.md", f"lines: gain: {'; '.join(parts)}")
-    found = {where: verdict.partition(":")[0] for where, verdict in lines}
-    for name, words in (
-        ("short", ("**holds**", "**fails**", "undecided")),
-        ("later", ("ahead", "behind", "not told apart")),
-    ):
-        (command,) = (part.partition(" = ")[2] for part in parts if part.startswith(name))
-        for (row, switch), verdict in Printed(command).differences().items():
-            assert row == "frozen"
-            word = words[2] if verdict.p >= 0.05 else words[0 if verdict.mean > 0 else 1]
-            assert found[f"{name}, switch={switch}"] == word
-    runs = pd.read_csv(RESULTS / "step_long_language.csv", low_memory=False)
-    runs = runs[
-        (runs.recipe == "step") & (runs["recipe.decay"] == 0) & (runs["recipe.switch"] == "auto")
-    ]
-    means = runs.groupby("recipe.second_moment")["test/perplexity"].mean()
-    assert means["frozen"] > means["live"]
-    assert found["text, 1:8"] == "**fails**"
-
-
-def test_lines_have_the_settings_of_their_row_and_none_of_the_baselines_recipe(tmp_path):
-    """SR-STE stands in the table twice: for fewer FLOPs, and as the baseline."""
-    command = (
-        f"nmrun table {RESULTS}/step_long.csv --rows recipe,recipe.switch,trainer.budget --cols optimizer.lr "
-        "--filter sparsity=1:8 optimizer.lr=0.008,0.032 recipe=sr_ste,step recipe.switch=0.5 "
-        'recipe.decay=0.0,0.0002 --baseline "sr_ste - flops:28030000000000.0"'
-    )
-    lines = lines_of(tmp_path / "page.md", f"lines: STEP: equal = {command}")
-    assert lines[0] == ["where", "STEP"]
-    found = {where: verdict.partition(":")[0] for where, verdict in lines[2:]}
+    command = f"nmrun table {RESULTS}/{command}"
+    _, _, *lines = lines_of(tmp_path / "page.md", f"lines: title: {part} = {command}")
+    better = -1 if "language" in command else 1
     expected = {
-        f"equal, switch=0.5, lr={rate}": "undecided" if verdict.p > 0.05 else "**fails**"
-        for (row, rate), verdict in Printed(command).differences().items()
-        if row.startswith("step")
+        place + column: words[2 if verdict.p >= 0.05 else int(better * verdict.mean < 0)]
+        for (row, column), verdict in Printed(command).differences().items()
+        if row.startswith(("frozen", "step"))
     }
-    assert len(expected) == 2
-    assert found == expected
+    assert {where: verdict.partition(":")[0] for where, verdict in lines} == expected
+    assert expected
 
 
 def test_lines_say_where_no_rule_decided(tmp_path):

@@ -14,6 +14,7 @@ from nmrun.lab.arguments import files_of_the_command
 from nmrun.lab.compare.comparison import Keys, Query, compare, lines
 from nmrun.lab.compare.runs import filtered, read_runs, summary, typed
 from nmrun.lab.render import plots
+from nmrun.lab.render.curves import OVER
 from nmrun.lab.render.style import Layout
 from nmrun.registry import choose
 
@@ -103,7 +104,7 @@ def plot(
     title: str | None = None,
     width: float | None = None,
     ylim: tuple[float, float] | None = None,
-    x: str | None = None,
+    x: str = "step",
 ) -> Figure:
     """Draw runs, as ``nmrun plot`` does. Pyplot's backend and figures stay as they were.
 
@@ -119,17 +120,16 @@ def plot(
         title: above the figure; by default what all runs have in common, ``""`` for none.
         width: in inches; fonts keep their size.
         ylim: the ends of the y axis as it is labelled, such as ``(90, 100)`` for accuracies.
-        x: a config key to draw the metric against; for ``curves`` it is ``step``, ``epoch`` or
-            ``seconds``.
+        x: what ``curves`` are drawn against: ``step``, ``epoch`` or ``seconds``.
 
     Raises:
         ConfigError: as :func:`table`, and where runs of several data sets or models would need
             several figures.
     """
-    choose("kind", kind, plots.PLOTS)
-    query = Query.of(rows, cols, metric, _texts(filter), baseline)
-    query, over = plots.along(x, kind, query)
-    layout = Layout(title, width, ylim, over)
+    choose("kind", kind, (*plots.KINDS, "overall"))
+    overall = kind == "overall"
+    query = Query.of(rows, cols, metric, _texts(filter), baseline, overall)
+    layout = Layout(title, width, ylim, choose("x", x, OVER))
     with files_of_the_command():
         figures = plots.plot(read_runs(_texts(path)), query, kind, layout)
     if len(figures) > 1:

@@ -16,11 +16,9 @@ from typing import Any
 import pandas as pd
 
 from nmrun.errors import ConfigError
-from nmrun.lab.compare import overall
-from nmrun.lab.compare.differences import against
+from nmrun.lab.compare.differences import Overall, against, better, over_all_cells
 from nmrun.lab.compare.notation import Key, label
 from nmrun.lab.compare.runs import (
-    Condition,
     Lines,
     check_name,
     filtered,
@@ -46,8 +44,8 @@ class Query:
     ``baseline`` is the row that others are compared with, by a moderated t-test; ``overall``: over
     all cells of each data set as well."""
 
-    rows: tuple[str, ...] = ()
-    cols: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ("recipe",)
+    cols: tuple[str, ...] = ("sparsity",)
     metrics: tuple[str, ...] = ()
     filter: tuple[str, ...] = ()
     baseline: str = ""
@@ -64,8 +62,8 @@ class Query:
         overall: bool = False,
     ) -> Query:
         """As a command or a call has it: names with commas between, or a sequence of such texts."""
-        names = keys(rows), keys(cols), keys(metric)
-        return cls(*names, tuple(filter), baseline or "", overall)
+        rows, cols = keys(rows) or cls.rows, keys(cols) or cls.cols
+        return cls(rows, cols, keys(metric), tuple(filter), baseline or "", overall)
 
     def __post_init__(self) -> None:
         if not self.overall:
@@ -78,18 +76,9 @@ class Query:
             raise ConfigError("--overall: one metric at a time, which is no row or column")
 
     @property
-    def row_keys(self) -> Key:
-        return self.rows or ("recipe",)
-
-    @property
-    def column_keys(self) -> Key:
-        return self.cols or ("sparsity",)
-
-    @property
     def groups(self) -> list[str]:
         """The keys whose values have a table each, unless they are rows or columns."""
-        keys = (*self.row_keys, *self.column_keys)
-        return [key for key in GROUPS if key not in keys]
+        return [key for key in GROUPS if key not in (*self.rows, *self.cols)]
 
 
 def keys(names: Keys) -> tuple[str, ...]:
@@ -103,7 +92,7 @@ class Comparison:
     """A table for each data set and model; and where asked for, the rows over all cells."""
 
     tables: list[Table]
-    overall: list[overall.Overall] = field(default_factory=list)
+    overall: list[Overall] = field(default_factory=list)
 
 
 def compare(runs: pd.DataFrame, query: Query, intact: bool = False) -> Comparison:
@@ -113,43 +102,26 @@ def compare(runs: pd.DataFrame, query: Query, intact: bool = False) -> Compariso
     Likewise where a cell would average over runs that differ in more than their seed.
     """
     _check(runs, query)
-    every = filtered(runs, [text for text in query.filter if not _is_of_recipe(text)])
-    dense = every[every["sparsity"] == "dense"]
     runs = filtered(runs, query.filter)
     if intact:
         verify(runs)
-    tables = [
-        replace(_table(part, query), control=_has_like(dense, part, query.groups))
-        for part in _groups(runs, query.groups)
-    ]
-    return Comparison(tables, overall.against(tables, query.baseline) if query.overall else [])
-
-
-def _is_of_recipe(condition: str) -> bool:
-    return Condition.of(condition).key.partition(".")[0] in ("recipe", "sparsity")
-
-
-def _has_like(runs: pd.DataFrame, part: pd.DataFrame, groups: Sequence[str]) -> bool:
-    """Whether some run has the data set and model of a part."""
-    return bool(runs[groups].isin(part[groups].to_dict("list")).all(axis=1).any())
-
-
-def _table(runs: pd.DataFrame, query: Query) -> Table:
-    metric = ",".join(query.metrics) or usual_metric(runs)
-    table = build(runs, metric, query.row_keys, query.column_keys, query.baseline)
-    return against(table, query.baseline) if query.baseline else table
+    tables = []
+    for part in _groups(runs, query):
+        metric = ",".join(query.metrics) or usual_metric(part)
+        table = build(part, metric, query.rows, query.cols)
+        tables.append(against(table, query.baseline) if query.baseline else table)
+    return Comparison(tables, over_all_cells(tables, query.baseline) if query.overall else [])
 
 
 def _check(runs: pd.DataFrame, query: Query) -> None:
     metrics, settings = metrics_and_keys(runs)
-    table_keys = (*query.row_keys, *query.column_keys)
-    for key in table_keys:
+    for key in (*query.rows, *query.cols):
         check_name(key, settings, "key")
     # without a finished run the metrics are not known, but failures can be shown
     if (runs["status"] == "finished").any():
         for metric in query.metrics:
             check_name(metric, metrics, "metric")
-    if len(query.metrics) > 1 and "metric" not in table_keys:
+    if len(query.metrics) > 1 and "metric" not in (*query.rows, *query.cols):
         raise ConfigError(
             f"--metric {','.join(query.metrics)}: several metrics need a place: --cols metric, say, with --rows recipe,sparsity"
         )
@@ -161,8 +133,26 @@ def one_metric(query: Query) -> None:
         raise ConfigError(f"--metric {','.join(query.metrics)}: one at a time")
 
 
-def _groups(runs: pd.DataFrame, keys: list[str]) -> list[pd.DataFrame]:
-    return [part for _, part in runs.groupby(keys, dropna=False)] if keys else [runs]
+def _groups(runs: pd.DataFrame, query: Query) -> list[pd.DataFrame]:
+    if not query.groups:
+        return [runs]
+    return [part for _, part in runs.groupby(query.groups, dropna=False)]
+
+
+def divide(runs: pd.DataFrame, query: Query) -> list[Table]:
+    """Compare runs of any settings: by data set and model, with a row for each value of whatever
+    else would be averaged over."""
+    one_metric(query)
+    _check(runs, query)
+    tables = []
+    for group in _groups(filtered(runs, query.filter), query):
+        cells: dict[Key, list[Run]] = {}
+        for run in group.to_dict("records"):
+            place = tuple(label(run[key]) for key in (*query.rows, *query.cols))
+            cells.setdefault(place, []).append(run)
+        apart = dict.fromkeys(key for cell in cells.values() for key in settings_apart(cell))
+        tables += compare(group, replace(query, filter=(), rows=(*query.rows, *apart))).tables
+    return tables
 
 
 # --- for programs ---------------------------------------------------------------------------------
@@ -181,10 +171,6 @@ def lines(comparison: Comparison) -> Lines:
     tables = comparison.tables
     if comparison.overall:
         return _of_rows(comparison.overall, tables[0].row_keys)
-    return _of_cells(tables)
-
-
-def _of_cells(tables: Sequence[Table]) -> Lines:
     table_keys = (*tables[0].row_keys, *tables[0].column_keys)
     groups = [key for key in GROUPS if key not in table_keys]
     figures, cells = dict[str, Any](), []
@@ -195,9 +181,6 @@ def _of_cells(tables: Sequence[Table]) -> Lines:
                 if (row, column) not in table.cells:
                     continue
                 figures = _of_cell(table, row, column)
-                if tables[0].baseline:
-                    figures |= _of_gap(table.differences.get((row, column)))
-                figures |= {name: of(table, row) for name, of in ROW_COLUMNS.items()}
                 metric = table.metric_of(row, column)
                 cells.append([*group, *row, *labels, metric, *figures.values()])
     return [[*groups, *table_keys, "metric", *figures], *cells]
@@ -205,6 +188,7 @@ def _of_cells(tables: Sequence[Table]) -> Lines:
 
 def _of_cell(table: Table, row: Key, column: Key) -> dict[str, Any]:
     cell = table.cells[row, column]
+    gap = _of_gap(table.differences.get((row, column))) if table.baseline else {}
     return {
         "mean": cell.mean,
         "sd": cell.sd,
@@ -214,55 +198,32 @@ def _of_cell(table: Table, row: Key, column: Key) -> dict[str, Any]:
         "median": cell.median,
         "seeds": list(cell.values),
         "values": list(cell.values.values()),
+        **gap,
+        **{name: of(table, row) for name, of in ROW_COLUMNS.items()},
     }
 
 
 def _of_gap(gap: Difference | None) -> dict[str, float | None]:
-    mean = None if gap is None else gap.mean
-    names = ("low", "high", "p", "least")
-    return {"difference": mean, **{name: getattr(gap, name, None) for name in names}}
+    names = {"difference": "mean", **{name: name for name in ("low", "high", "p", "least")}}
+    return {name: getattr(gap, field, None) for name, field in names.items()}
 
 
-def _of_rows(rows: Sequence[overall.Overall], keys: Key) -> Lines:
+def _of_rows(rows: Sequence[Overall], keys: Key) -> Lines:
     figures, lines = dict[str, Any](), []
     for row in rows:
         by_data = {data: (part.means, part.gap) for data, part in row.parts.items()}
-        together = {ALL: (row.means, Difference(row.mean, 0))} if row.all_but else {}
+        if row.all_but:
+            by_data[ALL] = row.means, Difference(row.mean, 0)
         for left_out, mean in row.all_but.items():
             rest = [m for data, part in row.parts.items() if data != left_out for m in part.means]
-            together[f"{ALL_BUT} {left_out}"] = rest, Difference(mean, 0)
-        for data, (means, gap) in (by_data | together).items():
+            by_data[f"{ALL_BUT} {left_out}"] = rest, Difference(mean, 0)
+        for data, (means, gap) in by_data.items():
             figures = {
                 "cells": len(means),
-                "better": overall.better(means),
+                "better": better(means),
                 "median": statistics.median(means),
                 **_of_gap(gap),
                 "freedom": gap.freedom,
             }
             lines.append([*row.row, data, *figures.values()])
     return [[*keys, "dataset", *figures], *lines]
-
-
-# --- runs of any settings -------------------------------------------------------------------------
-
-
-def divide(runs: pd.DataFrame, query: Query) -> list[Table]:
-    """Compare runs of any settings: by data set and model, with a row for each value of whatever
-    else would be averaged over."""
-    one_metric(query)
-    _check(runs, query)
-    runs = filtered(runs, query.filter)
-    tables = []
-    for group in _groups(runs, query.groups):
-        apart = _apart(group, (*query.row_keys, *query.column_keys))
-        rows = (*query.row_keys, *apart)
-        tables += compare(group, replace(query, filter=(), rows=rows)).tables
-    return tables
-
-
-def _apart(runs: pd.DataFrame, keys: Key) -> list[str]:
-    """The settings that differ between runs of one cell."""
-    cells: dict[Key, list[Run]] = {}
-    for run in runs.to_dict("records"):
-        cells.setdefault(tuple(label(run[key]) for key in keys), []).append(run)
-    return list(dict.fromkeys(key for cell in cells.values() for key in settings_apart(cell)))

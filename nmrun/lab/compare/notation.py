@@ -85,13 +85,6 @@ METRICS = {
 # --- numbers --------------------------------------------------------------------------------------
 
 
-def half_as_good(value: float, other: float, higher_is_better: bool) -> bool:
-    """Whether a value of a metric is half as good as another one, or worse."""
-    if higher_is_better:
-        return other > 0 and value <= other / 2
-    return 0 <= other < value and value >= 2 * other
-
-
 def scale(metric: str) -> float:
     """Accuracies are shown in percent."""
     return 100.0 if "accuracy" in metric else 1.0

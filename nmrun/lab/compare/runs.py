@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
@@ -34,7 +34,7 @@ from nmrun.lab.runs.run_folder import (
     weights_in,
 )
 from nmrun.patterns import RATIO_KEYS, Pattern, written
-from nmrun.registry import did_you_mean, no_such
+from nmrun.registry import choose, did_you_mean, no_such
 
 Lines = list[list[Any]]  # the head, then a line for each cell or run
 FIRST = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "seed", "status")
@@ -192,8 +192,7 @@ def _run(line: dict[str, str]) -> dict[str, Any]:
     if None in line or None in line.values():
         raise ConfigError("it has not as many values as there are columns")
     run = {neutral(name): _value(name, neutral(text)) for name, text in line.items()}
-    if run["status"] not in STATUSES:
-        raise ConfigError(f"status={run['status']}: it takes {', '.join(STATUSES)}")
+    choose("status", run["status"], STATUSES)
     if run["sparsity"] != "dense":
         Pattern.parse(run["sparsity"])
     for name, value in run.items():
@@ -239,10 +238,7 @@ def check_name(name: str, names: Sequence[str], what: str) -> None:
     if name not in names:
         by_leaf = [n for n in names if n.rpartition(".")[2] == name]
         hint = f"; did you mean {' or '.join(by_leaf)}?" if by_leaf else did_you_mean(name, names)
-        family = [n for n in names if n.partition(".")[0] == name.partition(".")[0]] or [
-            n for n in names if "." not in n
-        ]
-        listing = no_such(f"{what} in these runs", name, family, "nmrun table --runs", hint)
+        listing = no_such(f"{what} in these runs", name, names, "nmrun table --runs", hint)
         raise ConfigError(f"{name}: {listing}")
 
 
@@ -250,34 +246,9 @@ def usual_metric(runs: pd.DataFrame) -> str:
     """The task's metric on the test split, or on the validation split where there is no other."""
     names = runs["metric"].dropna()
     name = names.iloc[0] if len(names) else "accuracy"
-    tested = f"test/{name}" in runs and runs[f"test/{name}"].notna().any()
-    return (
-        f"eval/{name}" if len(names) and not tested and f"eval/{name}" in runs else f"test/{name}"
-    )
-
-
-class Condition(NamedTuple):
-    """What ``--filter`` takes: the runs in which ``key`` has one of ``values``, or with ``others``
-    those in which it has another."""
-
-    key: str
-    values: list[str]
-    others: bool
-
-    @classmethod
-    def of(cls, text: str) -> Condition:
-        """``recipe=ste,sr_ste`` has two values, ``optimizer.betas=[0.9,0.98]`` one; ``recipe!=ste``
-        is for others. ConfigError where the text is no condition."""
-        key, equals, values = text.partition("=")
-        if not equals:
-            raise ConfigError(
-                f"--filter {text}: write KEY=VALUE, such as recipe=ste, or KEY!=VALUE (folders come before --filter)"
-            )
-        named = [value.strip() for value in OUTSIDE_BRACKETS.split(values)]
-        return cls(key.removesuffix("!"), named, key.endswith("!"))
-
-    def fits(self, value: str) -> bool:
-        return self.others != any(same(value, named) for named in self.values)
+    test, other = f"test/{name}", f"eval/{name}"
+    tested = test in runs and runs[test].notna().any()
+    return other if len(names) and not tested and other in runs else test
 
 
 def same(a: str, b: str) -> bool:
@@ -296,21 +267,27 @@ def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
     A run without such a key stays: an STE run has no ``recipe.switch`` to differ in, and dense
     training, the reference, has no ratio. Raises ConfigError for an unknown key, and for a value
     that none of the remaining runs has."""
-    for condition in map(Condition.of, conditions):
-        key = condition.key
+    for condition in conditions:
+        key, equals, text = condition.partition("=")
+        if not equals:
+            raise ConfigError(
+                f"--filter {condition}: write KEY=VALUE, such as recipe=ste, or KEY!=VALUE (folders come before --filter)"
+            )
+        others, key = key.endswith("!"), key.removesuffix("!")
         check_name(key, metrics_and_keys(runs)[1], "key")
         labels = runs[key].map(label)
-        listing = ", ".join(sorted(set(labels) - {"-"}))
-        for value in condition.values:
-            if not any(same(text, value) for text in set(labels)):
-                raise ConfigError(f"--filter {key}: no run has {value}; {key} is {listing}")
-        fitting = {text for text in set(labels) if condition.fits(text)}
-        dense = runs["sparsity"] == "dense"
-        of_ratio = key in ("sparsity", *RATIO_KEYS) and not condition.others
-        runs = runs[labels.isin(fitting) | (dense if of_ratio else labels == "-")]
+        known, chosen = {*labels}, set[str]()
+        listing = f"{key} is {', '.join(sorted(known - {'-'}))}"
+        for value in map(str.strip, OUTSIDE_BRACKETS.split(text)):
+            found = {each for each in known if same(each, value)}
+            if not found:
+                raise ConfigError(f"--filter {key}: no run has {value}; {listing}")
+            chosen |= found
+        of_ratio = key in ("sparsity", *RATIO_KEYS) and not others
+        stays = runs["sparsity"] == "dense" if of_ratio else labels == "-"
+        runs = runs[labels.isin(known - chosen if others else chosen) | stays]
         if runs.empty:
-            left_out = ",".join(condition.values)
-            raise ConfigError(f"--filter {key}!={left_out} leaves no run; {key} is {listing}")
+            raise ConfigError(f"--filter {condition} leaves no run; {listing}")
     return runs
 
 

@@ -6,7 +6,7 @@ import functools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,19 +18,12 @@ from nmrun.lab.compare.notation import (
     LOWER_IS_BETTER,
     Key,
     but_ratio,
-    deviates,
     label,
     labels_of,
     places,
     scale,
 )
-from nmrun.lab.compare.statistics import (
-    FEWEST,
-    Cell,
-    Difference,
-    grain,
-    summarise,
-)
+from nmrun.lab.compare.statistics import FEWEST, Cell, Difference, grain, summarise
 from nmrun.lab.config.identity import IRRELEVANT, SETTINGS
 from nmrun.lab.output import quantity
 from nmrun.oneshot import METHODS
@@ -50,20 +43,15 @@ SCORES = ("test", "eval", "best")  # the metrics that can show that a seed faile
 class Table:
     """Cells by (row, column).
 
-    ``best`` has the best cells of each comparison, see ``compared``. A row without a ratio has one
-    cell, in a column of its own (``dense``): ``stands`` says in which columns it is printed.
-    ``shared`` has the settings that all runs have in common. ``differing`` has those that differ
-    between cells and that no row or column names. ``candidates`` has the rows by the number of
-    epochs from which their best weights were chosen.
+    A row without a ratio has one cell, in a column of its own (``dense``): ``stands`` says in which
+    columns it is printed. ``best`` has the best cells of each comparison, see ``compared``.
+    ``shared`` has the settings that all runs have in common, and ``differing`` those that differ
+    between cells and that no row or column names. ``failed`` counts runs that have a value and are
+    taken for failed, see ``_set_apart``.
 
     ``differences`` are between a cell and that of its ``baseline`` row in the same column. Their
-    spreads are moderated within a metric, and p-values corrected for the number of all. ``across``
-    has the keys in which a row and its baseline differ. ``unpaired`` has the cells that share no
-    seed with their baseline. ``control`` says whether there are dense runs of these settings.
-    ``paper`` has published figures as printed, by row and column. ``pruned`` says which rows were
-    pruned in one shot: some, ``all``, or none.
-    ``failed`` counts runs that have a value and are taken for failed, see ``_set_apart``. ``even``
-    has the digits of columns that have one number of them, by column and metric.
+    spreads are moderated within a metric, and p-values corrected for the number of all.
+    ``paper`` has published figures as printed, by row and column.
     """
 
     metric: str
@@ -72,22 +60,15 @@ class Table:
     rows: list[Key]
     columns: list[Key]
     cells: dict[Place, Cell]
-    best: set[Place]
-    stands: dict[Place, list[Key]]
-    shared: dict[str, str]
-    differing: list[str]
-    commits: list[str]
-    candidates: dict[str, list[Key]] = field(default_factory=dict)
+    stands: dict[Place, list[Key]] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+    differing: list[str] = field(default_factory=list)
+    best: frozenset[Place] = frozenset()
+    failed: int = 0
     baseline: list[Key] = field(default_factory=list)
     differences: dict[Place, Difference] = field(default_factory=dict)
-    across: list[str] = field(default_factory=list)
-    unpaired: list[Place] = field(default_factory=list)
-    control: bool = True
     paper: dict[str, dict[str, str]] = field(default_factory=dict)
     paper_source: str = ""
-    pruned: str = ""
-    even: dict[tuple[Key, str], int] = field(default_factory=dict)
-    failed: int = 0
     runs: pd.DataFrame = field(default_factory=pd.DataFrame, repr=False, compare=False)
 
     @property
@@ -109,29 +90,6 @@ class Table:
     def references(self) -> set[Key]:
         """The rows without a ratio."""
         return {row for row, _ in self.stands}
-
-    def digits_of(self, place: Place, value: float, spread: float | None) -> int | None:
-        """Digits after the point of a value and its deviation; None: as a value without spread."""
-        metric = self.metric_of(*place)
-        if spread is not None and not deviates(value, spread):
-            return None
-        own = None if spread is None else places(value, metric, spread)
-        return self.even.get((place[1], metric), own)
-
-    def evenly(self) -> Table:
-        """The same with one number of digits in each column, that of most of its cells; and with
-        the best cells that tie then."""
-        even = {}
-        for (column, metric), cells in self._by_metric.items():
-            digits = Counter(
-                places(cell.mean, metric, cell.sd)
-                for cell in cells.values()
-                if cell.mean is not None and deviates(cell.mean, cell.sd)
-            )
-            if digits:
-                even[column, metric] = max(digits, key=lambda n: (digits[n], n))
-        table = replace(self, even=even)
-        return replace(table, best=set(_best(table)))
 
     def columns_of(self, row: Key) -> list[tuple[Key, Key]]:
         """The columns in which a row has runs, each with a column that shows the cell."""
@@ -175,33 +133,19 @@ class Table:
             cells.setdefault((column, self.metric_of(row, column)), {})[row] = cell
         return cells
 
+    def step(self, row: Key, column: Key) -> float:
+        """The smallest step of a cell's metric that its column shows; FLOPs are counted, and have
+        none."""
+        return self._steps[column, self.metric_of(row, column)]
+
     @functools.cached_property
-    def steps(self) -> dict[tuple[Key, str], float]:
-        """The smallest step of each metric that each column shows; FLOPs are counted, and have none."""
+    def _steps(self) -> dict[tuple[Key, str], float]:
         return {
             (column, metric): 0.0
             if metric.startswith("flops/")
             else grain(value for cell in cells.values() for value in cell.values.values())
             for (column, metric), cells in self._by_metric.items()
         }
-
-    @property
-    def with_paper(self) -> list[tuple[Key, bool]]:
-        """The rows, and whether they are published figures, which stand below the row of their
-        name.
-        """
-        ours = [" ".join(row) for row in self.rows]
-        lines: list[tuple[Key, bool]] = []
-        for row, name in zip(self.rows, ours, strict=True):
-            lines.append((row, False))
-            if name in self.paper:
-                lines.append((tuple(name.split()), True))
-        return lines + [(tuple(name.split()), True) for name in self.paper if name not in ours]
-
-    def published(self, row: Key) -> list[str]:
-        """The figures of a row of ``with_paper`` as they are printed; ``-`` for none."""
-        values = self.paper[" ".join(row)]
-        return [values.get(" ".join(column), "-") for column in self.columns]
 
 
 # What stands beside the cells of a row, by the name of its column: a number or a text. All formats
@@ -210,80 +154,71 @@ ROW_COLUMNS: dict[str, Callable[[Table, Key], Any]] = {}
 
 
 def build(
-    runs: pd.DataFrame,
-    metric: str,
-    row_keys: Sequence[str],
-    column_keys: Sequence[str],
-    baseline: str = "",
+    runs: pd.DataFrame, metric: str, row_keys: Sequence[str], column_keys: Sequence[str]
 ) -> Table:
     """Fold runs of one data set and model into a table. Columns go from dense to sparse, recipes in
     nmrun's order, metrics as in ``metric``, other labels by size or alphabet.
 
     ``metric`` names several with commas between where a key is ``metric``. Raises ConfigError where
-    no row is a baseline's. Likewise where a cell would average over runs that differ in more than
-    their seed, or would count a seed twice.
+    a cell would average over runs that differ in more than their seed, or would count a seed twice.
     """
     rows, columns = tuple(row_keys), tuple(column_keys)
+    metrics = metric.split(",") if "metric" in (*rows, *columns) else [metric]
     members: dict[Place, list[Run]] = {}
-    every = metric.split(",") if "metric" in (*rows, *columns) else [metric]
-    for run in ({**run, "metric": each} for run in runs.to_dict("records") for each in every):
+    for run in ({**run, "metric": each} for run in runs.to_dict("records") for each in metrics):
         place = (tuple(label(run[k]) for k in rows), tuple(label(run[k]) for k in columns))
         members.setdefault(place, []).append(run)
-    row_labels = sorted({row for row, _ in members}, key=lambda row: _order(rows, row, every))
-    if baseline:  # before a complaint of cells that nobody asked for
-        named_rows(row_labels, rows, baseline)
     _check_alike(members, rows)
-
     cells = {place: _cell(group) for place, group in members.items()}
     stands = _stands(members, columns)
     for (row, column), shown_in in stands.items():
         dense = cells.pop((row, column))
         cells |= {(row, other): dense for other in shown_in}
-    column_labels = sorted(
-        {column for _, column in cells}, key=lambda column: _order(columns, column, every)
-    )
-
-    everything = [run for group in members.values() for run in group]
+    shared, differing = _settings([run for group in members.values() for run in group])
     named = {"recipe", "sparsity", *rows, *columns}
-    pruned = [run for run in everything if run["recipe"] in METHODS]
-    trained = [run for run in everything if run["recipe"] not in METHODS]
-
-    def labels(key: str) -> set[str]:
-        # what was pruned without training has no learning rate, whatever its config says
-        of_training = key.partition(".")[0] in TRAINING
-        having = trained if of_training else pruned if key == SAMPLES else everything
-        return labels_of(run.get(key, math.nan) for run in having)
-
-    keys = sorted({key for run in everything for key in run} - {"seed"})
-    shared = {key: values.pop() for key in keys if len(values := labels(key)) == 1}
-    differing = [
-        key
-        for key in settings_apart(everything)
-        if key not in named
-        and key.partition(".")[0] not in named
-        and len(labels(key) - {"-"}) > 1  # a run of another option has no such key
-    ]
-    # a run of a CSV file or outside of git has none
-    commits = sorted({c[:7] for run in everything if isinstance(c := run.get("commit"), str)})
     table = Table(
         metric,
         rows,
         columns,
-        row_labels,
-        column_labels,
+        _in_order((row for row, _ in members), rows, metrics),
+        _in_order((column for _, column in cells), columns, metrics),
         cells,
-        set(),
         stands,
         shared,
-        differing,
-        commits,
-        _candidates(members) if "best/" in metric else {},
-        pruned="all" if not trained else ", ".join(dict.fromkeys(run["recipe"] for run in pruned)),
+        [key for key in differing if not {key, key.partition(".")[0]} & named],
         runs=runs,
     )
     table = _set_apart(table)
-    table.best.update(_best(table))
-    return table
+    return replace(table, best=frozenset(_best(table)))
+
+
+def _settings(runs: Sequence[Run]) -> tuple[dict[str, str], list[str]]:
+    """The settings that all runs have in common, and the keys of those that change results and
+    differ."""
+    pruned, trained = (
+        [run for run in runs if (run["recipe"] in METHODS) == which] for which in (True, False)
+    )
+
+    def labels(key: str) -> set[str]:
+        # what was pruned without training has no learning rate, whatever its config says
+        of_training = key.partition(".")[0] in TRAINING
+        having = trained if of_training else pruned if key == SAMPLES else runs
+        return labels_of(run.get(key, math.nan) for run in having)
+
+    keys = sorted({key for run in runs for key in run} - {"seed"})
+    shared = {key: values.pop() for key in keys if len(values := labels(key)) == 1}
+    # a run of another option has no such key
+    return shared, [key for key in settings_apart(runs) if len(labels(key) - {"-"}) > 1]
+
+
+def _in_order(every: Iterable[Key], keys: Key, metrics: Sequence[str]) -> list[Key]:
+    def place(labels: Key) -> list[tuple[Any, ...]]:
+        return [
+            (0, metrics.index(text), 0, "") if key == "metric" else notation.order(text)
+            for key, text in zip(keys, labels, strict=True)
+        ]
+
+    return sorted(set(every), key=place)
 
 
 def _set_apart(table: Table) -> Table:
@@ -298,30 +233,26 @@ def _set_apart(table: Table) -> Table:
         metric = table.metric_of(row, column)
         if cell.n < FEWEST or metric.partition("/")[0] not in SCORES:
             continue
-        middle, sign = (
-            statistics.median(cell.values.values()),
-            1 if table.higher_is_better(metric) else -1,
-        )
+        middle = statistics.median(cell.values.values())
+        sign = 1 if table.higher_is_better(metric) else -1
         worse = {seed: sign * (middle - value) for seed, value in cell.values.items()}
         if max(worse.values()) <= abs(middle) / 10:
             continue
-        others = [
-            other.sd
-            for name, other in table.column_cells(row, column).items()
-            if name != row and other.sd is not None
-        ]
-        if len(others) > 1:
-            unit = max(statistics.median(others), step(table, row, column))
+        rest = [each for name, each in table.column_cells(row, column).items() if name != row]
+        deviations = [each.sd for each in rest if each.sd is not None]
+        if len(deviations) > 1:
+            unit = max(statistics.median(deviations), table.step(row, column))
             most = max(FAR * unit, abs(middle) / 10)
-            far = {seed for seed, gap in worse.items() if gap > most}
-            failed.setdefault(id(cell), set()).update(far)
-    rest: dict[int, Cell] = {}
-    for cell in table.cells.values():
-        if seeds := failed.get(id(cell)):
-            values = {seed: value for seed, value in cell.values.items() if seed not in seeds}
-            reasons = [*Counter(cell.without).elements(), *["failed"] * len(seeds)]
-            rest[id(cell)] = summarise(values, reasons, (*cell.failed, *seeds))
-    cells = {place: rest.get(id(cell), cell) for place, cell in table.cells.items()}
+            failed.setdefault(id(cell), set()).update(s for s, gap in worse.items() if gap > most)
+
+    def without(cell: Cell) -> Cell:
+        if not (seeds := failed.get(id(cell))):
+            return cell
+        values = {seed: value for seed, value in cell.values.items() if seed not in seeds}
+        reasons = [*Counter(cell.without).elements(), *["failed"] * len(seeds)]
+        return summarise(values, reasons, (*cell.failed, *seeds))
+
+    cells = {place: without(cell) for place, cell in table.cells.items()}
     return replace(table, cells=cells, failed=sum(map(len, failed.values())))
 
 
@@ -363,10 +294,10 @@ def _cell(group: Sequence[Run]) -> Cell:
 
 def _check_alike(members: Mapping[Place, Sequence[Run]], rows: Key) -> None:
     names = {place: f"{' '.join(place[0])} at {' '.join(place[1])}" for place in members}
-    apart = {place: keys for place, runs in members.items() if (keys := settings_apart(runs))}
+    apart = {name: keys for at, name in names.items() if (keys := settings_apart(members[at]))}
     if apart:
         differing = list(dict.fromkeys(key for keys in apart.values() for key in keys))
-        first, *more = (names[place] for place in apart)
+        first, *more = apart
         others = f" and {quantity(len(more), 'more cell')}" if more else ""
         raise ConfigError(
             f"{first}{others} would average over runs that differ in {', '.join(differing)}; "
@@ -394,17 +325,6 @@ def settings_apart(runs: Sequence[Run]) -> list[str]:
     return [key for key in apart if "." not in key or key.partition(".")[0] not in apart]
 
 
-def _candidates(members: Mapping[Place, Sequence[Run]]) -> dict[str, list[Key]]:
-    """The rows by the number of epochs that best weights were chosen from; empty where all agree."""
-    by_number: dict[str, list[Key]] = {}
-    for (row, _), group in members.items():
-        for run in (run for run in group if run["status"] == "finished"):
-            rows = by_number.setdefault(label(run.get("best/candidates", math.nan)), [])
-            if row not in rows:
-                rows.append(row)
-    return dict(sorted(by_number.items())) if len(by_number) > 1 else {}
-
-
 def _best(table: Table) -> list[Place]:
     """All cells that tie at the printed precision; none where there is nothing to compare."""
     axis, agree = table.compared
@@ -426,25 +346,13 @@ def _ties(table: Table, values: Mapping[Place, float]) -> list[Place]:
         return []
     metric = table.metric_of(*next(iter(values)))
     top = (max if table.higher_is_better(metric) else min)(values, key=values.__getitem__)
-
-    def digits(place: Place) -> int:
-        decimals = table.digits_of(place, values[place], table.cells[place].sd)
-        return places(values[place], metric) if decimals is None else decimals
+    digits = {at: places(mean, metric, table.cells[at].sd) for at, mean in values.items()}
 
     def ties(place: Place) -> bool:
-        decimals = min(digits(place), digits(top))
-        return round(scale(metric) * values[place], decimals) == round(
-            scale(metric) * values[top], decimals
-        )
+        both = (scale(metric) * values[at] for at in (place, top))
+        return len({round(mean, min(digits[place], digits[top])) for mean in both}) == 1
 
     return list(filter(ties, values))
-
-
-def _order(keys: Key, labels: Key, metrics: Sequence[str]) -> tuple[tuple[Any, ...], ...]:
-    return tuple(
-        (0, metrics.index(text), 0, "") if key == "metric" else notation.order(text)
-        for key, text in zip(keys, labels, strict=True)
-    )
 
 
 def named_rows(rows: Sequence[Key], keys: Key, name: str) -> list[Key]:
@@ -455,8 +363,3 @@ def named_rows(rows: Sequence[Key], keys: Key, name: str) -> list[Key]:
     if not matches:
         raise ConfigError(f"--baseline {name}: {no_such('row', name, by_name, 'nmrun table')}")
     return matches
-
-
-def step(table: Table, row: Key, column: Key) -> float:
-    """The smallest step of a cell's metric that its column shows."""
-    return table.steps[column, table.metric_of(row, column)]

@@ -3,24 +3,22 @@ anything. ``docs/statistics.md`` has the rest."""
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from nmrun import ranges
 from nmrun.lab.compare import notation
-from nmrun.lab.compare.notation import two_digits, unit, words
-from nmrun.lab.compare.overall import Overall
+from nmrun.lab.compare.comparison import Comparison
+from nmrun.lab.compare.notation import label, two_digits, unit, words
 from nmrun.lab.compare.runs import same
 from nmrun.lab.compare.statistics import FEWEST, Difference
-from nmrun.lab.compare.tables import Table
+from nmrun.lab.compare.tables import FAR, SAMPLES, Run, Table
 from nmrun.lab.keys import options
 from nmrun.lab.output import quantity
-from nmrun.lab.render import cautions
-
-SPLITS = {"test": "on the test split", "eval": "on the validation split"}
-STAR = "*: p < 0.05"
-POWER = "80 % power to find a true difference"
+from nmrun.oneshot import METHODS
 
 
 def title(table: Table, in_papers: bool = False) -> str:
@@ -51,164 +49,224 @@ def title(table: Table, in_papers: bool = False) -> str:
 
 def _pruning(table: Table) -> str:
     """What was pruned in one shot, by which calibration data; nothing where all runs trained."""
-    if not table.pruned:
-        return ""
-    what = "" if table.pruned == "all" else f"{table.pruned} "
-    samples = table.shared.get("recipe.samples", "")
-    number = f"{samples} " if samples else ""
-    return f"{what}pruned in one shot with {number}calibration samples"
+    recipes = [*dict.fromkeys(table.runs["recipe"])]
+    pruned = [recipe for recipe in recipes if recipe in METHODS]
+    what = "" if pruned == recipes else f"{', '.join(pruned)} "
+    number = f"{table.shared[SAMPLES]} " if SAMPLES in table.shared else ""
+    return f"{what}pruned in one shot with {number}calibration samples" if pruned else ""
 
 
 def _other_than(group: str, shared: Mapping[str, str], named: Collection[str]) -> str:
     """The settings of a model or data set that are not its defaults, in brackets; but for those that
     are ``named`` already."""
-    name = shared[group]
-    keys = options.keys(group, name) if name in options.names(group) else {}
-    # lists of layers are long, and what another key decides is said by that
-    usual = {
-        key: ranges.value_text(field.default)
-        for key, field in keys.items()
-        if not isinstance(field.default, list) and not str(field.default).startswith("${")
-    }
-    other = [
-        f"{key}={shared[f'{group}.{key}']}"
-        for key, default in usual.items()
-        if key not in named
-        and f"{group}.{key}" in shared
-        and not same(shared[f"{group}.{key}"], default)
-    ]
+    name, other = shared[group], []
+    for key, field in (options.keys(group, name) if name in options.names(group) else {}).items():
+        value, usual = shared.get(f"{group}.{key}"), field.default
+        # lists of layers are long, and what another key decides is said by that
+        if value is None or isinstance(usual, list) or str(usual).startswith("${"):
+            continue
+        if key not in named and not same(value, ranges.value_text(usual)):
+            other.append(f"{key}={value}")
     return f" ({', '.join(other)})" if other else ""
 
 
-def caption(table: Table) -> list[str]:
-    """The lines above the values."""
-    split, slash, name = table.metric.removeprefix("best/").partition("/")
-    best = table.metric.startswith("best/")
-    weights = "best weights by validation" if best else "last weights"
-    if table.several_metrics:
-        what = table.metric.replace(",", ", ")
-    elif slash:
-        what = f"{name} {SPLITS.get(split, f'({split})')}{_in(table.metric)}, {weights}"
-    else:
-        what = f"{split}{_in(table.metric)}"
-    line = f"{what}; mean +- standard deviation (number of seeds)"
-    line += f"; bold: {bold(table)}" if table.best else ""
-    return [*filter(None, [title(table), line]), *_cautions(table)]
+def caption(table: Table, in_papers: bool = False, over: str = "(number of seeds)") -> list[str]:
+    """The lines above the values, which are means ``over`` something."""
+    what = ", ".join(map(notation.metric, table.metric.split(",")))
+    line = f"{what}; mean +- standard deviation {over}"
+    if table.best:  # dense training is no rival
+        axis, agree = table.compared
+        kind = "best sparse one" if table.references else "best one"
+        line += f"; bold: {kind} of each {' and '.join([axis, *map(notation.setting, agree)])}"
+    notes = cautions(table)
+    if table.paper:
+        notes.append(f"(paper): {table.paper_source}")
+    # a run of a CSV file or outside of git has none
+    commits = {
+        c[:7] for run in table.runs.to_dict("records") if isinstance(c := run.get("commit"), str)
+    }
+    if len(commits) > 1:
+        notes.append(f"made by {len(commits)} versions of the code")
+    return [text for text in (title(table, in_papers), line, "; ".join(notes)) if text]
 
 
-def bold(table: Table) -> str:
-    """What bold print marks: ``best sparse recipe of each column``; dense training is no rival."""
-    axis, agree = table.compared
-    keys = table.column_keys if axis == "row" else table.row_keys
-    kind = "sparse " if table.references else ""
-    who = "recipe" if "recipe" in keys else "setting"
-    return f"best {kind}{who} of each {' and '.join([axis, *map(notation.setting, agree)])}"
-
-
-def untested(gaps: Iterable[Difference]) -> str:
-    """Why none of these differences has a p-value."""
-    few = any(gap.n < FEWEST for gap in gaps)
-    return "fewer than three seeds" if few else "each difference is the same with every seed"
+# --- differences ----------------------------------------------------------------------------------
 
 
 def comparison(table: Table) -> list[str]:
     """The lines above the differences."""
-    gaps = list(table.differences.values())
-    tested = [gap for gap in gaps if gap.p is not None]
-    units = ""
-    if not table.several_metrics:
-        units = _in(table.metric, difference=True)
-    elif "accuracy" in table.metric:
-        units = " (accuracies in percentage points)"
+    several = " (accuracies in percentage points)" if "accuracy" in table.metric else ""
+    name = unit(table.metric, difference=True)
+    units = several if table.several_metrics else f" in {name}" if name else ""
+    with_p = any(gap.p is not None for gap in table.differences.values())
+    shown = "its 95 % interval and p-value" if with_p else "its 95 % interval"
     whom = ", ".join(words(table.row_keys, row) for row in table.baseline)
-    first = f"Difference to {whom}{units}, seed by seed, with its 95 % interval"
-    beware = _line(cautions.of_differences(table))
-    if not tested:
-        return [f"{first} (number of seeds)", f"no test: {untested(gaps)}", *beware]
-    star = f" ({STAR})" if any(gap.significant for gap in gaps) else ""
-    notes = [f"moderated t-test, Holm's correction for {quantity(len(tested), 'comparison')}{star}"]
-    if any(gap.n < FEWEST for gap in gaps):
-        notes.append("no test for fewer than three seeds")
-    if least := smallest(table):
-        notes.append(f"{POWER} of {least} (median)")
-    return [f"{first} and p-value (number of seeds)", "; ".join(notes), *beware]
+    first = f"Difference to {whom}{units}, seed by seed, with {shown} (number of seeds)"
+    return [first, tests(table)]
 
 
-def _cautions(table: Table) -> list[str]:
-    """A line of what to know before comparing the values, if there is anything."""
-    notes = cautions.of_values(table)
-    if table.paper:
-        notes.append(f"(paper): {table.paper_source}")
-    if len(table.commits) > 1:
-        notes.append(f"made by {len(table.commits)} versions of the code")
-    return _line(notes)
-
-
-def _line(notes: list[str]) -> list[str]:
-    return ["; ".join(notes)] if notes else []
-
-
-def smallest(table: Table) -> str:
-    """The smallest difference that could have been detected in each metric: the median over the
-    cells. Empty where no deviation is known."""
-    by_metric: dict[str, list[float]] = {}
+def tests(table: Table) -> str:
+    """How the differences of a table were tested, and what that could have shown."""
+    gaps = table.differences.values()
+    few = any(gap.n < FEWEST for gap in gaps)
+    if all(gap.p is None for gap in gaps):
+        why = "fewer than three seeds" if few else "each difference is the same with every seed"
+        return f"no test: {why}"
+    by_metric: dict[str, list[Difference]] = {}
     for place, gap in table.differences.items():
-        if gap.least is not None:
-            by_metric.setdefault(table.metric_of(*place), []).append(gap.least)
-    texts = []
-    for metric, least in by_metric.items():
-        where = f" in {metric}" if len(by_metric) > 1 else ""
-        texts.append(f"{two_digits(statistics.median(least), metric)}{where}")
-    return ", ".join(texts)
+        by_metric.setdefault(table.metric_of(*place), []).append(gap)
+    test, power = _tested(by_metric)
+    return "; ".join([test, *(["no test for fewer than three seeds"] if few else []), power])
 
 
-def _in(metric: str, difference: bool = False) -> str:
-    name = unit(metric, difference)
-    return f" in {name}" if name else ""
+def _tested(by_metric: Mapping[str, Iterable[Difference]]) -> list[str]:
+    """The test, and the smallest difference that it could have found in each metric: the median over
+    the cells."""
+    gaps = [gap for some in by_metric.values() for gap in some]
+    number = sum(gap.p is not None for gap in gaps)
+    star = " (*: p < 0.05)" if any(gap.significant for gap in gaps) else ""
+    known = {
+        metric: least
+        for metric, some in by_metric.items()
+        if (least := [gap.least for gap in some if gap.least is not None])
+    }  # of what was tested it is known
+    sizes = [
+        two_digits(statistics.median(least), metric) + (f" in {metric}" if len(known) > 1 else "")
+        for metric, least in known.items()
+    ]
+    power = f"80 % power to find a true difference of {', '.join(sizes)} (median)"
+    test = f"moderated t-test, Holm's correction for {quantity(number, 'comparison')}{star}"
+    return [test, power]
 
 
-# --- over all cells -------------------------------------------------------------------------------
-
-
-def over_all_cells(rows: Sequence[Overall], tables: Sequence[Table], several: bool) -> list[str]:
-    """The lines above a table over all cells of each data set; ``several``: of more than one."""
+def over_all_cells(comparison: Comparison) -> list[str]:
+    """The lines above a table over all cells of each data set."""
+    rows, tables = comparison.overall, comparison.tables
     baseline = ", ".join(dict.fromkeys(" ".join(row) for t in tables for row in t.baseline))
     metrics = ", ".join(dict.fromkeys(table.metric for table in tables))
+    several = len({data for each in rows for data in each.parts}) > 1
     by = "by data set" if several else "over all cells together"
     first = (
         f"Difference to {baseline} in {metrics} {by} (positive is better), "
         "in standard deviations of a run over its seeds, with 95 % intervals (number of cells)"
     )
     gaps = [part.gap for each in rows for part in each.parts.values()]
-    notes = []
-    if least := sorted(gap.least for gap in gaps if gap.least is not None):
-        count, size = len(least), two_digits(statistics.median(least), "")
-        star = f" ({STAR})" if any(gap.significant for gap in gaps) else ""
-        notes += [
-            f"moderated t-test, Holm's correction for {quantity(count, 'comparison')}{star}",
-            f"{POWER} of {size} (median)",
-        ]
+    notes = _tested({"": gaps}) if any(gap.p is not None for gap in gaps) else []
     if several:
         notes.append("no test over all cells: the last column leaves out the data set in brackets")
     if any(gap.n < FEWEST for gap in gaps):
         notes.append("no test for fewer than three seeds of a data set")
-    if any(gap.n > 1 and gap.spread is None for gap in gaps):
-        notes.append(
-            "no interval and no test where a column has only the two rows compared: deviations must be of other runs"
-        )
-    beware = _conditions(tables)
-    if len({len(each.means) for each in rows}) > 1:
-        beware.insert(0, "not all rows have the same cells")
-    return [first, *("; ".join(line) for line in (notes, beware) if line)]
+    return [first, *("; ".join(line) for line in (notes, _of_data_sets(tables)) if line)]
 
 
-def _conditions(tables: Sequence[Table]) -> list[str]:
+def _of_data_sets(tables: Sequence[Table]) -> list[str]:
     """What to know before comparing the runs, and for which data sets."""
     by_note: dict[str, list[str]] = {}
     for table in tables:
-        for note in [*cautions.of_values(table), *cautions.of_differences(table)]:
+        for note in cautions(table):
             by_note.setdefault(note, []).append(table.shared.get("dataset", ""))
     return [
         note if len(data) == len(tables) else f"{note} ({', '.join(dict.fromkeys(data))})"
         for note, data in by_note.items()
     ]
+
+
+# --- what to know before comparing ----------------------------------------------------------------
+
+
+def cautions(table: Table) -> list[str]:
+    """Notes on all runs: in what they differ, how they were chosen, what failed; none where all is
+    well."""
+    return [*_unlike(table), *_chosen(table), *_failed(table), *_switched(table)]
+
+
+def _unlike(table: Table) -> list[str]:
+    """The settings, and seeds, that differ between cells though no row or column names them."""
+    keys = list(map(notation.setting, table.differing))
+    # a run without a value is counted in its cell
+    seeds = {frozenset(cell.values) for cell in table.cells.values() if not cell.without}
+    if len(seeds) > 1:
+        keys.append("seeds")
+    return [f"not the same in all cells: {', '.join(keys)}"] if keys else []
+
+
+def _chosen(table: Table) -> list[str]:
+    """How the runs were chosen: the best weights of each, and its settings."""
+    notes, tuned = [], _by_rows(table, _trials)
+    if "best/" in table.metric:
+        epochs = dict(sorted(_by_rows(table, _candidates).items()))
+        if len(epochs) > 1:
+            notes.append(f"the best weights are of epochs with N:M weights: {_each(epochs)}")
+    if tuned.keys() != {"none"}:
+        how = _each(tuned) if len(tuned) > 1 else next(iter(tuned))
+        notes.append(f"each cell tuned before by {how}")
+    return notes
+
+
+def _trials(run: Run) -> str:
+    """By how many trials of ``nmrun tune`` the settings of a run were chosen."""
+    if not isinstance(run.get("tuned.over"), str):
+        return "none"
+    by = notation.bare(run["tuned.by"])
+    return f"{run['tuned.trials']} trials by {by}, the best two with three seeds"
+
+
+def _candidates(run: Run) -> str:
+    """From how many epochs the best weights of a run were chosen."""
+    number = label(run.get("best/candidates", math.nan))
+    return "" if run["status"] != "finished" else "not known how many" if number == "-" else number
+
+
+def _by_rows(table: Table, fact: Callable[[Run], str]) -> dict[str, dict[str, None]]:
+    """The rows, in order, by what is so of their runs."""
+    keys = tuple(key for key in table.row_keys if key != "metric")
+    rows: dict[str, dict[str, None]] = {}
+    for run in table.runs.to_dict("records"):
+        if said := fact(run):
+            rows.setdefault(said, {})[words(keys, tuple(label(run[key]) for key in keys))] = None
+    return rows
+
+
+def _each(by_fact: Mapping[str, Iterable[str]]) -> str:
+    return ", ".join(f"{fact} ({', '.join(rows)})" for fact, rows in by_fact.items())
+
+
+def _failed(table: Table) -> list[str]:
+    """The runs that are in no mean."""
+    # a dense cell stands in several columns
+    cells = {id(cell): cell for cell in table.cells.values()}.values()
+    without = sum((Counter(cell.without) for cell in cells), Counter())
+    without["failed"] -= table.failed
+    notes = [
+        f"{quantity(count, 'run')} {reason}, in no mean"
+        for reason, count in without.items()
+        if count > 0
+    ]
+    if table.failed:
+        notes.append(
+            f"{quantity(table.failed, 'seed')} failed: worse than the median of the cell by more than {FAR:g} deviations and a tenth"
+        )
+    return notes
+
+
+def _switched(table: Table) -> list[str]:
+    """In how many runs STEP's rule decided the switch, and in how many ``t_max`` did."""
+    counts = Counter[str]()
+    for run in table.runs.to_dict("records"):
+        if run["status"] != "finished":
+            continue
+        if (by := run.get("switched_by")) in ("rule", "t_max"):
+            counts[by] += 1
+        elif label(run.get("recipe.switch", "-")) in ranges.SWITCHES:
+            counts["unknown"] += 1
+    if not counts["t_max"] and not counts["unknown"]:
+        return []
+    total = quantity(counts.total(), "run")
+    if counts["unknown"] == counts.total():
+        return [f"not known whether STEP's rule decided its switch: {total}"]
+    parts = [f"STEP's rule decided its switch in {counts['rule']} of {total}"]
+    if counts["t_max"]:
+        parts.append(f"t_max in {counts['t_max']}")
+    if counts["unknown"]:
+        parts.append(f"not known of {counts['unknown']}")
+    return [", ".join(parts)]

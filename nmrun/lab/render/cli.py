@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nmrun import atomic
-from nmrun.errors import ConfigError, folded, neutral, raise_all
+from nmrun.errors import ConfigError, folded, neutral
 from nmrun.lab.arguments import Parser, files_of_the_command
+from nmrun.registry import choose
 
 if TYPE_CHECKING:
     from nmrun.lab.compare.comparison import Query
@@ -19,15 +21,16 @@ OUTPUTS = "outputs"  # where runs are by default
 RECORDS = ("csv", "json")  # for programs
 FORMATS = ("markdown", "latex", *RECORDS)
 BY_SUFFIX = {".md": "markdown", ".tex": "latex"} | {f".{name}": name for name in RECORDS}
-SUFFIXES = (".png", ".svg", ".pdf")
+PICTURES = {f".{kind}": kind for kind in ("png", "svg", "pdf")}
 PLOTS = ("ratio", "curves", "flops", "overall")
-# the options of nmrun table that stand beside these
-BESIDE = {
-    "runs": ("paths", "filter", "format", "out", "verify"),
-    "experiment": (
-        *("paths", "rows", "cols", "metric", "filter", "baseline"),
-        *("scale", "figures", "format", "out", "verify"),
-    ),
+OVER = ("step", "epoch", "seconds")
+QUERY = ("rows", "cols", "metric", "filter")  # options of all three
+EITHER = {"paths", *QUERY, "baseline", "format", "out", "verify"}
+# the options of nmrun table, by what it shows
+SHOWS = {
+    "runs": {"runs", "paths", "filter", "format", "out", "verify"},
+    "experiment": {"experiment", "scale", "figures"} | EITHER,
+    "": {"overall", "bib"} | EITHER,
 }
 
 
@@ -74,81 +77,60 @@ def table(argv: Sequence[str]) -> int:
     )
     with files_of_the_command():
         options = parser.parse_intermixed_args(argv)
-        suffix = options.out.suffix.lower() if options.out else ""
-        style = options.format or BY_SUFFIX.get(suffix, "csv" if options.runs else "markdown")
+        usual = "csv" if options.runs else "markdown"
+        style = options.format or _by_suffix(options.out, BY_SUFFIX | {"": usual})
         given = {key for key, value in vars(options).items() if value != parser.get_default(key)}
-        raise_all(_unfit(given, style, suffix))
+        shown = next((name for name in SHOWS if name in given), "")
+        if wrong := sorted(given - SHOWS[shown]):
+            what = f"with --{shown}" if shown else "without --experiment"
+            raise ConfigError(f"--{wrong[0]}: it has no meaning {what}")
         if options.runs:
-            paths = options.paths or [OUTPUTS]
-            content = _each_run(paths, options.filter, style, options.verify)
-            _write(content, style, options.out)
-            return 0
-        from nmrun.lab.compare.comparison import Query
-
-        query = Query.of(
-            options.rows, options.cols, options.metric, options.filter,
-            options.baseline, options.overall,
-        )  # fmt: skip
-        if not options.experiment:
-            paths = options.paths or [OUTPUTS]
+            _write(_each_run(options, choose("format", style, RECORDS)), style, options.out)
+        elif options.experiment:
+            _experiments(options, style)
+        else:
             command = shlex.join(["nmrun", "table", *argv])
-            content = _cells(paths, query, style, options.verify, options.bib, command)
-            _write(content, style, options.out)
-            return 0
-        from nmrun.lab.config import experiment
-        from nmrun.lab.render import experiments
-
-        every, scale = experiment.selection(options.experiment), options.scale or "small"
-        if style in RECORDS and len(every) > 1:
-            raise ConfigError(f"--format {style}: one experiment at a time")
-        sections = experiments.sections(every, scale, options.paths, query, options.verify)
-        _write(experiments.render(sections, style), style, options.out)
-        for file in experiments.draw(sections, options.figures) if options.figures else []:
-            print(file)
+            _write(_cells(options, style, command), style, options.out)
     return 0
 
 
-def _unfit(given: set[str], style: str, suffix: str) -> Iterator[str]:
-    """What of the options of ``nmrun table`` does not go together."""
-    if "format" not in given and suffix not in ("", *BY_SUFFIX):
-        yield f"--out: the suffix must be one of {', '.join(BY_SUFFIX)}, or say --format"
-    for name, others in BESIDE.items():
-        if name in given:
-            allowed = ", ".join(f"--{other}" for other in others[1:])
-            for wrong in sorted(given - {name, *others}):
-                yield f"--{name} --{wrong}: beside --{name} stand {allowed}"
-    if "runs" in given and style not in RECORDS:
-        yield f"--runs --format {style}: a line a run is {', '.join(RECORDS)}"
-    if "experiment" not in given:
-        yield from (
-            f"--{name} is for --experiment" for name in sorted({"scale", "figures"} & given)
-        )
-
-
-def _each_run(paths: Sequence[str], conditions: Sequence[str], style: str, intact: bool) -> str:
-    """A line for each run; ``intact`` refuses changed files."""
+def _each_run(options: Namespace, style: str) -> str:
+    """A line for each run."""
     from nmrun.lab.compare.runs import as_lines, as_text, filtered, read_runs, summary, verify
 
-    selection = filtered(read_runs(paths, intact), conditions)
-    if intact:
+    selection = filtered(read_runs(_paths(options), options.verify), options.filter)
+    if options.verify:
         verify(selection)
     return as_text(as_lines(summary(selection)), style)
 
 
-def _cells(
-    paths: Sequence[str], query: Query, style: str, intact: bool, bib: Path | None, command: str
-) -> str:
-    """The tables of a query. ``bib`` is written; ``command`` stands above LaTeX."""
+def _experiments(options: Namespace, style: str) -> None:
+    """Write the tables of experiments, and their figures."""
+    from nmrun.lab.config import experiment
+    from nmrun.lab.render import experiments
+
+    every, scale = experiment.selection(options.experiment), options.scale or "small"
+    if style in RECORDS and len(every) > 1:
+        raise ConfigError(f"--format {style}: one experiment at a time")
+    asked = {key: getattr(options, key) for key in (*QUERY, "baseline")}
+    sections = experiments.sections(every, scale, options.paths, asked, options.verify)
+    _write(experiments.render(sections, style), style, options.out)
+    for file in experiments.draw(sections, options.figures) if options.figures else []:
+        print(file)
+
+
+def _cells(options: Namespace, style: str, command: str) -> str:
+    """The tables of a query; ``command`` stands above LaTeX."""
     from nmrun.lab.compare.comparison import compare
     from nmrun.lab.compare.runs import read_runs
-    from nmrun.lab.render import citations
-    from nmrun.lab.render.formats import render
+    from nmrun.lab.render import formats
 
-    comparison = compare(read_runs(paths, intact), query, intact)
-    if bib:
-        atomic.write(bib, citations.bibtex(comparison.tables))
-    made = citations.provenance(command, comparison.tables) if style == "latex" else []
-    return "".join(f"% {' '.join(line.split())}\n" for line in made) + render(comparison, style)
+    query, intact = _query(options, options.overall), options.verify
+    comparison = compare(read_runs(_paths(options), intact), query, intact)
+    if options.bib:
+        atomic.write(options.bib, formats.bibtex(comparison.tables))
+    made = formats.provenance(command, comparison.tables) if style == "latex" else ""
+    return made + formats.render(comparison, style)
 
 
 def _write(content: str, style: str, out: Path | None) -> None:
@@ -192,27 +174,20 @@ def plot(argv: Sequence[str]) -> int:
         "--ylim", type=limits, metavar="LOW,HIGH", help="limits of the y axis, such as 90,100"
     )
     parser.add_argument(
-        "--x",
-        help="config key to draw the metric against, such as recipe.decay; curves take step (default), epoch or seconds",
+        "--x", choices=OVER, default="step", help="what curves are drawn against (default: step)"
     )
     with files_of_the_command():
         options = parser.parse_intermixed_args(argv)
-        paths = options.paths or [OUTPUTS]
         name = "plot.png" if options.kind == "ratio" else f"{options.kind}.png"
-        out = options.out or _default_file(paths, name)
-        if out.suffix not in SUFFIXES:
-            raise ConfigError(f"--out {out}: the suffix must be one of {', '.join(SUFFIXES)}")
-        from nmrun.lab.compare.comparison import Query
+        out = options.out or _default_file(options, name)
+        _by_suffix(out, PICTURES)
         from nmrun.lab.compare.runs import read_runs
         from nmrun.lab.render import plots
         from nmrun.lab.render.style import Layout, save
 
-        query = Query.of(
-            options.rows, options.cols, options.metric, options.filter, options.baseline
-        )
-        query, over = plots.along(options.x, options.kind, query)
-        layout = Layout(options.title, options.width, options.ylim, over)
-        figures = plots.plot(read_runs(paths), query, options.kind, layout)
+        query = _query(options, overall=options.kind == "overall")
+        layout = Layout(options.title, options.width, options.ylim, options.x)
+        figures = plots.plot(read_runs(_paths(options)), query, options.kind, layout)
         for i, figure in enumerate(figures):
             target = out if len(figures) == 1 else out.with_stem(f"{out.stem}-{i + 1}")
             save(figure, target)
@@ -234,17 +209,11 @@ def report(argv: Sequence[str]) -> int:
     _baseline(parser, "default dense, where it is there")
     with files_of_the_command():
         options = parser.parse_intermixed_args(argv)
-        paths = options.paths or [OUTPUTS]
-        target = options.out or _default_file(paths, "report.html")
-        if target.suffix not in ("", ".html", ".htm"):
-            raise ConfigError(f"--out {target}: a report is HTML; the suffix must be .html")
-        from nmrun.lab.compare.comparison import Query
+        target = options.out or _default_file(options, "report.html")
+        _by_suffix(target, {".html": "HTML", ".htm": "HTML", "": "HTML"})
         from nmrun.lab.render import report
 
-        query = Query.of(
-            options.rows, options.cols, options.metric, options.filter, options.baseline
-        )
-        report.write(paths, query, target)
+        report.write(_paths(options), _query(options), target)
         print(target)
     return 0
 
@@ -284,9 +253,31 @@ def _baseline(parser: Parser, which: str) -> None:
     )
 
 
-def _default_file(paths: Sequence[str], name: str) -> Path:
+def _paths(options: Namespace) -> list[str]:
+    return options.paths or [OUTPUTS]
+
+
+def _by_suffix(out: Path | None, kinds: Mapping[str, str]) -> str:
+    """The kind of file that a name asks for."""
+    suffix = out.suffix.lower() if out else ""
+    if suffix not in kinds:
+        raise ConfigError(
+            f"--out {out}: the suffix must be one of {', '.join(filter(None, kinds))}"
+        )
+    return kinds[suffix]
+
+
+def _query(options: Namespace, overall: bool = False) -> Query:
+    from nmrun.lab.compare.comparison import Query
+
+    asked = {key: getattr(options, key) for key in QUERY}
+    return Query.of(**asked, baseline=options.baseline, overall=overall)
+
+
+def _default_file(options: Namespace, name: str) -> Path:
     """The default place of a file about runs: their folder, or the current one if they are in none."""
-    return Path(paths[0] if Path(paths[0]).is_dir() else ".", name)
+    folder = _paths(options)[0]
+    return Path(folder if Path(folder).is_dir() else ".", name)
 
 
 def _print(text: str) -> None:

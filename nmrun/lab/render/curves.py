@@ -15,23 +15,21 @@ from nmrun.lab.compare import notation
 from nmrun.lab.compare.notation import Key, label, scale
 from nmrun.lab.compare.tables import Run, Table
 from nmrun.lab.render.style import (
-    MARK,
+    FEW,
+    SWITCHES,
     Layout,
+    heading,
     look,
+    named,
     of_number,
-    panel_name,
     panels,
     title,
     x_label,
 )
-from nmrun.lab.render.style import (
-    label as named,
-)
 from nmrun.lab.runs.run_folder import METRICS, RunFolder, RunFolders
 
 MARKS = 7  # markers on a curve
-FEW = 7  # at most so many lines in a panel
-SWITCHES = "STEP's switch"
+DOTS: dict[str, Any] = {"linestyle": (0, (1, 1.5)), "zorder": 0}
 OVER = {"step": "training step", "epoch": "epoch", "seconds": "seconds of training steps"}
 SPEED = "steps_per_second"  # counted since the row before
 
@@ -41,7 +39,7 @@ SPEED = "steps_per_second"  # counted since the row before
 
 @dataclass(frozen=True)
 class Curve:
-    """Mean and deviation (zeros for a single run) of ``n`` runs, over ``x``."""
+    """Mean and deviation (zeros for a single run) of ``n`` runs, over ``x``, as they are shown."""
 
     x: np.ndarray
     mean: np.ndarray
@@ -65,16 +63,6 @@ class History:
                 for target in table.stands.get((row, column), [column]):
                     self.cells.setdefault((row, target), []).append(run)
 
-    def logged(self) -> set[str]:
-        """The names of all that the runs logged."""
-        return {
-            key
-            for group in self.cells.values()
-            for run in group
-            for line in self._read(run)
-            for key in line
-        }
-
     def curve(self, row: Key, column: Key, key: str, x: str = "step") -> Curve | None:
         """A logged value in a cell, over ``step``, ``epoch`` or ``seconds`` (of training steps);
         None if no run logged it. Its steps are those of the run that logged it least often.
@@ -94,16 +82,17 @@ class History:
         values = np.stack([np.interp(steps, own_steps, logged) for own_steps, logged, _ in series])
         places = np.mean([over(steps) for _, _, over in series], axis=0)
         sd = values.std(0, ddof=1) if len(values) > 1 else np.zeros(len(steps))
-        return Curve(places, values.mean(0), sd, len(values))
+        unit = scale(key)
+        return Curve(places, unit * values.mean(0), unit * sd, len(values))
 
     def switches(self, row: Key, column: Key, x: str = "step") -> list[float]:
-        """Where STEP began to learn masks, in each run that did, in order."""
-        places = [
+        """Where STEP began to learn masks in the runs of a cell, each place once."""
+        places = {
             self._over(run, x)(np.array([event["step"]])).item()
             for run in self.cells.get((row, column), ())
             for event in self.folders[run["folder"]].result.get("events", ())
             if event.get("kind") == "switch"
-        ]
+        }
         return sorted(places)
 
     def _over(self, run: Run, x: str) -> Callable[[np.ndarray], np.ndarray]:
@@ -146,49 +135,38 @@ def curves(history: History, metric: str, layout: Layout) -> Figure | None:
     STEP's switches. None where no run logged it at two steps or more.
     """
     table = history.table
-    rows, columns = _with(history, metric)
-    if not columns:
+    every = {place: history.curve(*place, metric, layout.x) for place in table.cells}
+    found = {place: curve for place, curve in every.items() if curve is not None}
+    if all(len(curve.x) == 1 for curve in found.values()):
         return None
-    if turned := len(rows) > FEW:
-        figure, every = panels([named(table, row) for row in rows], layout)
-    else:
-        figure, every = panels([panel_name(table, c) for c in columns], layout)
-    unit, lines = scale(metric), []
+    rows = [row for row in table.rows if any(row == r for r, _ in found)]
+    columns = [column for column in table.columns if any(column == c for _, c in found)]
+    of_rows = {row: named(table, row) for row in rows}
+    of_columns = {c: ", ".join(notation.column(table.column_keys, c)) for c in columns}
+    turned = len(rows) > FEW
+    figure, panel = panels([*(of_rows if turned else of_columns).values()], layout)
     for i, row in enumerate(rows):
         for j, column in enumerate(columns):
-            curve = history.curve(row, column, metric, layout.x)
-            if curve is None:
+            if (row, column) not in found:
                 continue
-            axes = every[i if turned else j]
+            curve = found[row, column]
+            place, name = (i, of_columns[column]) if turned else (j, of_rows[row])
             how = of_number(j) if turned else look(table, row)
-            name = panel_name(table, column) if turned else named(table, row)
             without = len(history.cells[row, column]) - curve.n
             name += f" ({without} without a log)" if without else ""
-            _line(axes, Curve(curve.x, unit * curve.mean, unit * curve.sd, curve.n), how, name)
-            _mark(axes, history.switches(row, column, layout.x), how["color"])
-            lines.append(curve)
-    if all(len(curve.x) == 1 for curve in lines):
-        return None
-    # the beginning of training is of no interest: the axis fits the curves after a tenth of it
-    if unit == 100.0 and not layout.ylim:
-        low = min(float(curve.mean[curve.x >= 0.1 * curve.x[-1]].min()) for curve in lines)
-        every[0].set_ylim(bottom=max(0.0, 100.0 * low - 2.0))
+            _line(panel[place], curve, how, name)
+            for x in history.switches(row, column, layout.x):
+                panel[place].axvline(x, label=SWITCHES, color=how["color"], **DOTS)
     if layout.ylim:
-        every[0].set_ylim(layout.ylim)
+        panel[0].set_ylim(layout.ylim)
+    elif scale(metric) == 100.0:
+        # the beginning of training is of no interest: the axis fits the curves after a tenth of it
+        ends = [float(c.mean[c.x >= 0.1 * c.x[-1]].min()) for c in found.values()]
+        panel[0].set_ylim(bottom=max(0.0, min(ends) - 2.0))
     x_label(figure, OVER[layout.x])
     figure.supylabel(notation.metric(metric), fontsize="medium")
-    title(figure, table, layout)
+    title(figure, heading(table), layout)
     return figure
-
-
-def _with(history: History, key: str) -> tuple[list[Key], list[Key]]:
-    """The rows and columns whose runs logged ``key``."""
-    table = history.table
-    places = [place for place in table.cells if history.curve(*place, key) is not None]
-    rows, columns = {row for row, _ in places}, {column for _, column in places}
-    return [row for row in table.rows if row in rows], [
-        column for column in table.columns if column in columns
-    ]
 
 
 def _line(axes: Axes, curve: Curve, how: dict[str, Any], name: str) -> None:
@@ -199,9 +177,3 @@ def _line(axes: Axes, curve: Curve, how: dict[str, Any], name: str) -> None:
     if curve.n > 1:
         low, high = curve.mean - curve.sd, curve.mean + curve.sd
         axes.fill_between(curve.x, low, high, color=how["color"], alpha=0.15, linewidth=0)
-
-
-def _mark(axes: Axes, switches: list[float], colour: str) -> None:
-    for x in sorted(set(switches)):
-        mark = axes.axvline(x, color=colour, linestyle=(0, (1, 1.5)), label=SWITCHES, zorder=0)
-        mark.set_gid(MARK)

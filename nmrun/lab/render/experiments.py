@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from nmrun.errors import ConfigError, tell
-from nmrun.lab.compare.comparison import Comparison, Query, compare, keys
+from nmrun.lab.compare.comparison import Comparison, Query, compare
 from nmrun.lab.compare.differences import against
-from nmrun.lab.compare.runs import check_name, metrics_and_keys, row, verify
+from nmrun.lab.compare.runs import row
 from nmrun.lab.compare.tables import Table
 from nmrun.lab.config.experiment import Experiment, configs
 from nmrun.lab.config.identity import run_folder
@@ -42,59 +42,54 @@ def sections(
     every: Sequence[Experiment],
     scale: str,
     overrides: Sequence[str],
-    query: Query,
+    asked: Mapping[str, Any],
     intact: bool = False,
 ) -> list[Section]:
     """Report experiments. Of several, those without anything to show yet are left out with a line.
 
-    The keys, metrics and baseline of ``query`` win over an experiment's own. Raises ConfigError
-    where there is nothing to show of any, and for a key that no run has.
+    The rows, columns, metric, filter and baseline that were ``asked`` for win over an experiment's
+    own. Raises ConfigError where there is nothing to show of any, and for a key that the runs do
+    not have.
     """
-    shown: list[tuple[Experiment, Query, pd.DataFrame]] = []
+    shown = []
     for experiment in every:
-        theirs = replace(
-            query,
-            rows=query.rows or keys(experiment.rows),
-            cols=query.cols or keys(experiment.cols),
-            metrics=query.metrics or keys(experiment.metric),
-        )
         try:
-            collected = runs(experiment, scale, overrides, theirs.metrics)
+            shown.append(_section(experiment, scale, overrides, asked, intact))
         except Unfinished as error:
             if len(every) == 1:
                 raise
             tell([f"left out: {error}"])
-            continue
-        if intact:
-            verify(collected)
-        shown.append((experiment, theirs, collected))
     if not shown:
         raise ConfigError(f"no run of any of these experiments is finished at scale={scale}")
-    known = list(
-        dict.fromkeys(column for *_, frame in shown for column in metrics_and_keys(frame)[1])
-    )
-    for key in (*query.rows, *query.cols):
-        check_name(key, known, "key")
-    return [_section(experiment, scale, theirs, frame) for experiment, theirs, frame in shown]
+    return shown
 
 
-def _section(experiment: Experiment, scale: str, query: Query, collected: pd.DataFrame) -> Section:
-    # published figures are by the experiment's own rows and columns
-    own = (query.rows, query.cols) == (keys(experiment.rows), keys(experiment.cols))
-    rows, cols = (
-        tuple(key for key in each if key in collected.columns) for each in (query.rows, query.cols)
-    )
-    query = replace(query, rows=rows, cols=cols)
-    tables = compare(collected, query).tables
+def _section(
+    experiment: Experiment,
+    scale: str,
+    overrides: Sequence[str],
+    asked: Mapping[str, Any],
+    intact: bool,
+) -> Section:
+    given = {key: value for key, value in asked.items() if value}
+    names = ("rows", "cols", "metric")
+    query = Query.of(**({name: getattr(experiment, name) for name in names} | given))
+    collected = runs(experiment, scale, overrides, query.metrics)
+
+    def there(name: str) -> tuple[str, ...]:  # of its own keys those that no run has are left out
+        return tuple(k for k in getattr(query, name) if name in given or k in collected)
+
+    query = replace(query, rows=there("rows"), cols=there("cols"))
+    tables = compare(collected, query, intact).tables
     if experiment.baseline and not query.baseline:
-        tables = [compared(table, experiment.baseline) for table in tables]
-    if own:
-        tables = [
-            replace(table, paper=experiment.paper, paper_source=experiment.paper_source)
-            for table in tables
-        ]
+        for i, table in enumerate(tables):
+            with contextlib.suppress(ConfigError):  # too few runs have finished
+                tables[i] = against(table, experiment.baseline)
+    if not {"rows", "cols"} & given.keys():  # published figures are by the experiment's own
+        published, source = experiment.paper, experiment.paper_source
+        tables = [replace(table, paper=published, paper_source=source) for table in tables]
     of_pictures = replace(query, baseline="")
-    if "metric" in cols:  # pictures are of one metric, and tell ratios apart
+    if "metric" in query.cols:  # pictures are of one metric, and tell ratios apart
         of_pictures = replace(of_pictures, cols=("sparsity",), metrics=query.metrics[:1])
     return Section(experiment, scale, tables, compare(collected, of_pictures).tables)
 
@@ -108,7 +103,7 @@ def runs(
     ``test/score`` is the task's metric. Of what training logged there are those of ``metrics``:
     ``mean/<key>`` over all values. Raises Unfinished if no run is finished.
     """
-    rows = []
+    rows, logged = [], [name.removeprefix("mean/") for name in metrics if name[:5] == "mean/"]
     for config in configs(experiment, scale, overrides):
         folder = run_folder(config)
         run_dir = RunFolder(folder)
@@ -123,7 +118,11 @@ def runs(
         run = row(run_dir.result or missing, folder)
         if run["status"] == "finished":
             run["test/score"] = run.get(f"test/{run['metric']}")
-            run |= {key: value for key in metrics if (value := _from_log(run_dir, key)) is not None}
+            lines = curves.rows(run_dir) if logged else []
+            for key in logged:
+                values = [line[key] for line in lines if line.get(key) is not None]
+                if values:
+                    run[f"mean/{key}"] = sum(values) / len(values)
         rows.append(run)
     table = pd.DataFrame(rows, dtype=object)
     if not (table["status"] == "finished").any():
@@ -132,21 +131,6 @@ def runs(
         raise Unfinished(
             f"{words[0]} scale={scale}: none of its {len(table)} runs is finished; {command} makes them"
         )
-    return table
-
-
-def _from_log(run: RunFolder, metric: str) -> float | None:
-    kind, _, key = metric.partition("/")
-    if kind != "mean":
-        return None
-    values = [line[key] for line in curves.rows(run) if line.get(key) is not None]
-    return sum(values) / len(values) if values else None
-
-
-def compared(table: Table, baseline: str) -> Table:
-    """Add differences to the experiment's baseline, unless too few runs have finished."""
-    with contextlib.suppress(ConfigError):
-        return against(table, baseline)
     return table
 
 

@@ -1,24 +1,46 @@
-"""Comparisons written down: Markdown and LaTeX to be read, CSV and JSON for programs; tables as HTML
-for pages."""
+"""Comparisons written down: Markdown and LaTeX to be read, CSV and JSON for programs; and what a
+paper needs besides, whom to cite and how a table was made."""
 
 from __future__ import annotations
 
-import functools
+import hashlib
 import re
+import statistics
+import sys
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import jinja2
-from markupsafe import Markup
+from nmrun.lab.compare import notation, runs
+from nmrun.lab.compare.comparison import ALL, Comparison, lines
+from nmrun.lab.compare.differences import Overall, better
+from nmrun.lab.compare.notation import (
+    MINUS,
+    Key,
+    deviates,
+    interval,
+    labelled,
+    p_value,
+    places,
+    printed,
+    short,
+    words,
+)
+from nmrun.lab.compare.statistics import Cell, Difference
+from nmrun.lab.compare.tables import ROW_COLUMNS, Table
+from nmrun.lab.output import quantity
+from nmrun.lab.render import captions
 
-from nmrun.lab.compare import runs
-from nmrun.lab.compare.comparison import Comparison, lines
-from nmrun.lab.compare.notation import MINUS
-from nmrun.lab.render import grids, latex
-from nmrun.lab.render.grids import Grid
-
-READABLE = ("markdown", "latex")
+REFERENCES = Path(__file__).with_name("references.bib")
+OF = re.compile(r"  of = \{(.*)\},\n")
+DIGITS = 16  # of a checksum
+SPECIAL = {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
+    "|": r"\textbar{}", "[": "{[}", "]": "{]}", **{c: f"\\{c}" for c in "_%&#${}"}, MINUS: "$-$",
+}  # fmt: skip
+MOST = 7  # columns of a table in one of the page's two; one of labels counts twice
+NUMBER = re.compile(rf"[-+{MINUS}]?[\d.]+(e[-+{MINUS}]?\d+|[a-zA-Z])?")
 
 
 def render(comparison: Comparison, style: str) -> str:
@@ -27,14 +49,184 @@ def render(comparison: Comparison, style: str) -> str:
     ``style`` is ``markdown``, ``latex``, ``csv`` or ``json``. Texts are ASCII, but for minus signs
     and the users' own names.
     """
-    if style not in READABLE:
+    if style in ("csv", "json"):
         return runs.as_text(lines(comparison), style)
-    every = [grids.over_all_cells(comparison)] if comparison.overall else []
+    if style == "latex" and comparison.overall:
+        return latex(over_all_cells(comparison, in_papers=True), "overall")
     if style == "latex":
-        written = [latex.over_all_cells(grid) for grid in every]
-        return "\n".join(written or [latex.table(table) for table in comparison.tables])
-    shown = every or [grid for table in comparison.tables for grid in grids.grids(table)]
-    return "\n".join(map(markdown, shown))
+        return "\n".join(map(_in_latex, comparison.tables))
+    every = [over_all_cells(comparison)] if comparison.overall else []
+    return "\n".join(
+        map(markdown, every or [g for table in comparison.tables for g in grids(table)])
+    )
+
+
+# --- what is read ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What a cell of a table shows, as printed: a value, its standard deviation, and the number of
+    seeds or cells that these are over. ``star``: it differs from the baseline; the table of
+    differences says so in Markdown."""
+
+    value: str
+    spread: str = ""
+    counted: str = ""
+    bold: bool = False
+    star: bool = False
+
+    @property
+    def text(self) -> str:
+        """``98.7 +- 0.3 (3, 2 failed)``."""
+        spread = f" +- {self.spread}" if self.spread else ""
+        return f"{self.value}{spread}" + (f" ({self.counted})" if self.counted else "")
+
+
+Line = tuple[list[str], list[Figure]]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table to be read: its caption, ``keys`` columns of labels, then cells. The first
+    ``references`` lines are dense training."""
+
+    caption: list[str]
+    keys: int
+    head: list[str]
+    lines: list[Line]
+    references: int = 0
+
+
+def grids(table: Table) -> list[Grid]:
+    """The values, and where there is a baseline the differences to it."""
+    shown = [values(table, captions.caption(table))]
+    if table.baseline:
+        head = [*table.row_keys, *(words(table.column_keys, column) for column in table.columns)]
+        compared = [
+            (list(map(short, row)), [_difference(table, row, column) for column in table.columns])
+            for row in table.rows
+            if row not in table.baseline
+        ]
+        shown.append(Grid(captions.comparison(table), len(table.row_keys), head, compared))
+    return shown
+
+
+def values(table: Table, caption: list[str], in_papers: bool = False) -> Grid:
+    """The values of a table; published figures stand below the rows of their names."""
+    head = [*(_key(key, in_papers) for key in table.row_keys)]
+    for column in table.columns:
+        pairs = [*zip(table.column_keys, column, strict=True)]
+        shown = tuple(labelled(text) if key == "metric" else text for key, text in pairs)
+        names = notation.column(table.column_keys, column)
+        head.append(", ".join(names) if in_papers else words(table.column_keys, shown))
+
+    def named(row: Key) -> list[str]:
+        return [_label(key, t, in_papers) for key, t in zip(table.row_keys, row, strict=True)]
+
+    def published(name: str) -> Line:
+        *labels, last = named(tuple(name.split()))
+        texts = [table.paper[name].get(" ".join(column), "-") for column in table.columns]
+        return [*labels, f"{last} (paper)"], [
+            Figure(t) for t in [*texts, *("-" for _ in ROW_COLUMNS)]
+        ]
+
+    every: list[Line] = []
+    missing = dict.fromkeys(table.paper)
+    for row in table.rows:
+        figures = [_figure(table, row, column) for column in table.columns]
+        beside = [Figure(str(of(table, row))) for of in ROW_COLUMNS.values()]
+        every.append((named(row), figures + beside))
+        if (name := " ".join(row)) in missing:
+            del missing[name]
+            every.append(published(name))
+    every += map(published, missing)
+    references = len(table.references)
+    return Grid(caption, len(table.row_keys), [*head, *ROW_COLUMNS], every, references)
+
+
+def _key(key: str, in_papers: bool) -> str:
+    papers = {"recipe": "Recipe", "sparsity": "N:M", "metric": "Metric"}
+    return papers.get(key, key) if in_papers else key
+
+
+def _label(key: str, label: str, in_papers: bool) -> str:
+    if key == "metric":
+        return notation.metric(label) if in_papers else labelled(label)
+    return notation.written(short(label)) if in_papers else short(label)
+
+
+def _figure(table: Table, row: Key, column: Key) -> Figure:
+    """Mean and standard deviation, the number of seeds that they are over, and what gave no value.
+    One without runs is ``-``."""
+    cell = table.cells.get((row, column), Cell(None, None, 0, {}))
+    if cell.mean is None:
+        return Figure(cell.counted() or "-")
+    metric, gap = table.metric_of(row, column), table.differences.get((row, column))
+    spreads = deviates(cell.mean, cell.sd)
+    decimals = places(cell.mean, metric, cell.sd) if spreads else None
+    counted = metric.startswith("flops/") and not spreads  # all runs have the same
+    return Figure(
+        printed(cell.mean, metric, decimals),
+        spread="" if cell.sd is None or counted else printed(cell.sd, metric, decimals),
+        counted=cell.counted(),
+        bold=(row, column) in table.best,
+        star=gap is not None and gap.significant,
+    )
+
+
+def _difference(table: Table, row: Key, column: Key) -> Figure:
+    gap = table.differences.get((row, column))
+    return Figure("-") if gap is None else _judged(gap, table.metric_of(row, column), gap.n)
+
+
+def _judged(gap: Difference, metric: str, count: int) -> Figure:
+    """``-0.5 [-0.9, -0.1] p=0.012* (5)``: difference, interval, p-value with a star where it is
+    significant, and over how many seeds or cells."""
+    written = interval(gap.mean, gap.low, gap.high, metric, gap.error)
+    return Figure(f"{written}{p_value(gap.p)}{'*' if gap.significant else ''}", counted=str(count))
+
+
+def over_all_cells(comparison: Comparison, in_papers: bool = False) -> Grid:
+    """A row's differences to the baseline: of each data set, and over all of them."""
+    keys = comparison.tables[0].row_keys
+    data_sets = dict.fromkeys(data for each in comparison.overall for data in each.parts)
+    several = len(data_sets) > 1
+    failed = any(each.failed for each in comparison.overall)
+
+    def figures(each: Overall) -> dict[str, Figure]:
+        error = max(part.gap.error for part in each.parts.values())
+
+        def mean(value: float) -> str:
+            return interval(value, None, None, "", error)
+
+        shown = {"better in": Figure(f"{better(each.means)} of {len(each.means)}")}
+        if failed:
+            shown["failed"] = Figure(f"{each.failed} of {each.runs}")
+        shown["median cell"] = Figure(mean(statistics.median(each.means)))
+        for data in data_sets:
+            part = each.parts.get(data)
+            name = notation.written(data) if in_papers else data
+            figure = _judged(part.gap, "", len(part.means)) if part else Figure("-")
+            shown[name if several else ALL] = figure
+        if several:
+            # the least and the largest mean over all data sets but one
+            ends = sorted((value, data) for data, value in each.all_but.items())
+            texts = [f"{mean(value)} ({data})" for value, data in ends[:1] + ends[-1:]]
+            shown[ALL] = Figure(mean(each.mean))
+            shown["but for one data set"] = Figure(" to ".join(texts) or "-")
+        return shown
+
+    every = [figures(each) for each in comparison.overall]
+    written = [
+        ([_label(*pair, in_papers) for pair in zip(keys, each.row, strict=True)], [*row.values()])
+        for each, row in zip(comparison.overall, every, strict=True)
+    ]
+    head = [*(_key(key, in_papers) for key in keys), *every[0]]
+    return Grid(captions.over_all_cells(comparison), len(keys), head, written)
+
+
+# --- Markdown -------------------------------------------------------------------------------------
 
 
 def markdown(grid: Grid) -> str:
@@ -45,37 +237,6 @@ def markdown(grid: Grid) -> str:
     ]
     above = "\n".join(map(plain, grid.caption))
     return f"{above}\n\n{aligned(grid.head, lines)}\n"
-
-
-def html_table(grid: Grid) -> Markup:
-    """The caption and a ``table`` element, which scrolls by itself where the page is narrow."""
-    return filled("table.html", grid=grid)
-
-
-@functools.cache
-def _templates() -> jinja2.Environment:
-    """Whatever users wrote becomes text."""
-    templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
-        autoescape=True,
-        trim_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    templates.filters["signs"] = lambda text: text.replace("+-", "\N{PLUS-MINUS SIGN}")
-    return templates
-
-
-def filled(template: str, **values: Any) -> Markup:
-    """A template with its values, of which texts are escaped and :class:`markupsafe.Markup` is not.
-    ASCII, but for what stands in scripts.
-    """
-    text = _templates().get_template(template).render(**values)
-    return Markup(text.replace(MINUS, "&minus;").replace("\N{PLUS-MINUS SIGN}", "&plusmn;"))
-
-
-def document(template: str, **values: Any) -> str:
-    """As :func:`filled`, with all other characters as ASCII too."""
-    return filled(template, **values).encode("ascii", "xmlcharrefreplace").decode()
 
 
 def aligned(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -96,3 +257,119 @@ def plain(text: str) -> str:
         text = text.replace(special, f"{special[:-1]}\\{special[-1]}")
     text = re.sub(r"<(?=[A-Za-z/!?])", r"\\<", text)  # nothing begins in "p < 0.05"
     return "".join(c if c.isprintable() else " " for c in text)
+
+
+# --- LaTeX ----------------------------------------------------------------------------------------
+
+
+def _in_latex(table: Table) -> str:
+    """The number of seeds stands in the caption, and in a cell where it is another one. With a
+    baseline a star marks what differs from it."""
+    counts = Counter(cell.n for cell in table.cells.values() if cell.n)
+    n = counts.most_common(1)[0][0] if counts else 0
+    caption = captions.caption(table, in_papers=True, over=f"over {quantity(n, 'seed')}")
+    if table.baseline:
+        whom = (" ".join(notation.column(table.row_keys, row)) for row in table.baseline)
+        caption.append(f"compared with {', '.join(whom)}: {captions.tests(table)}")
+    parts = [table.shared.get("dataset"), table.shared.get("model"), table.metric]
+    name = re.sub(r"[^a-zA-Z0-9]+", "-", " ".join(filter(None, parts))).strip("-").lower()
+    return latex(values(table, caption, in_papers=True), name, str(n), MOST)
+
+
+def latex(grid: Grid, name: str, n: str = "", most: int = 0) -> str:
+    """One ``table`` environment, or of more than ``most`` columns ``table*``, which is as wide as the
+    page; it needs booktabs. ``n`` is the count that no cell repeats."""
+    rows = [
+        " & ".join([*map(escape, labels), *(_cell(figure, n) for figure in figures)])
+        for labels, figures in grid.lines
+    ]
+    if 0 < grid.references < len(rows):
+        rows[grid.references] = f"\\midrule\n{rows[grid.references]}"
+    first, *rest = grid.caption  # with names as they are written
+    caption = ". ".join([first, *(text[:1].upper() + text[1:] for text in rest)])
+    caption = escape(caption).replace("+-", r"$\pm$").replace("(*:", "($^{*}$:")
+    star = "*" if len(grid.head) + grid.keys > most else ""
+    return "\n".join(
+        [
+            "% needs \\usepackage{booktabs}",
+            rf"\begin{{table{star}}}",
+            r"\centering\footnotesize\setlength{\tabcolsep}{3pt}\setlength{\belowcaptionskip}{4pt}",
+            rf"\caption{{{caption}.}}",
+            rf"\label{{tab:{name}}}",
+            rf"\begin{{tabular}}{{{'l' * grid.keys}{'c' * (len(grid.head) - grid.keys)}}}",
+            r"\toprule",
+            " & ".join(map(escape, grid.head)) + r" \\",
+            r"\midrule",
+            *(rf"{row} \\" for row in rows),
+            r"\bottomrule",
+            r"\end{tabular}",
+            rf"\end{{table{star}}}",
+            "",
+        ]
+    )
+
+
+def escape(text: str) -> str:
+    """A text on one line: empty lines end a caption."""
+    return "".join(SPECIAL.get(character, character) for character in re.sub(r"\s+", " ", text))
+
+
+def _cell(figure: Figure, n: str) -> str:
+    """``$98.7_{\\pm 0.3}^{*}$``, and the number of seeds where it is not ``n``."""
+    counted = f" ({escape(figure.counted)})" if figure.counted not in ("", n) else ""
+    if not NUMBER.fullmatch(figure.value):
+        text = "--" if figure.value == "-" else escape(figure.value).replace("*", "$^{*}$")
+        return text + counted
+    text = _in_math(figure.value)
+    if figure.bold:
+        text = rf"\mathbf{{{text}}}"
+    if figure.spread:
+        text += rf"_{{\pm {_in_math(figure.spread)}}}"
+    if figure.star:
+        text += "^{*}"
+    return f"${text}${counted}"
+
+
+def _in_math(text: str) -> str:
+    """What ``printed`` gives, inside of a formula."""
+    text = re.sub(r"e([+-]?)0*(\d+)$", r"\\times 10^{\1\2}", text.replace(MINUS, "-"))
+    return re.sub(r"([a-zA-Z])$", r"\\mathrm{\1}", text.replace("{+", "{"))
+
+
+# --- for a paper ----------------------------------------------------------------------------------
+
+
+def bibtex(tables: Sequence[Table]) -> str:
+    """The entries of nmrun and of the recipes, data sets, metrics and tests of some tables. A line
+    names the recipes and data sets that have none."""
+    recipes, data = (
+        {str(name) for table in tables for name in table.runs[key]} for key in ("recipe", "dataset")
+    )
+    metrics = {metric for table in tables for metric in table.metric.split(",")}
+    tests = {"baseline"} if any(table.baseline for table in tables) else set()
+    used = {"nmrun"} | recipes | data | {name.rpartition("/")[2] for name in metrics} | tests
+    entries, known = [], {"dense"}
+    for entry in REFERENCES.read_text(encoding="utf-8").split("\n\n")[1:]:
+        (names,) = OF.findall(entry)
+        known |= {*names.split(", ")}
+        if used & {*names.split(", ")}:
+            entries.append(OF.sub("", entry).strip() + "\n")
+    if without := sorted((recipes | data) - known):
+        entries.append(f"% no entry here for {', '.join(without)}\n")
+    return "\n".join(entries)
+
+
+def provenance(command: str, tables: Sequence[Table]) -> str:
+    """Comments in LaTeX: the command of some tables, the version of nmrun, and a checksum of the
+    runs, which is of the id and the value of each, in the order of the ids."""
+    lines = [
+        f"{run.get('id')} {metric} {run.get(metric)!r}"
+        for table in tables
+        for metric in table.metric.split(",")
+        for run in table.runs.to_dict("records")
+    ]
+    checksum = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:DIGITS]
+    count = quantity(sum(len(table.runs) for table in tables), "run")
+    version = sys.modules["nmrun"].__version__  # an import would point upwards
+    made = f"nmrun {version}, {count} with the checksum {checksum}"
+    return f"% {' '.join(command.split())}\n% {made}\n"

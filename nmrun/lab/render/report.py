@@ -8,14 +8,14 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import jinja2
 import pandas as pd
-from markupsafe import Markup
 
 from nmrun import atomic
 from nmrun.errors import ConfigError
@@ -23,19 +23,16 @@ from nmrun.lab.compare import notation
 from nmrun.lab.compare.comparison import Query, divide
 from nmrun.lab.compare.differences import against
 from nmrun.lab.compare.notation import label, short
-from nmrun.lab.compare.runs import read_runs
+from nmrun.lab.compare.runs import FIRST, read_runs, summary
 from nmrun.lab.compare.tables import Table
-from nmrun.lab.config.identity import is_in_id
 from nmrun.lab.records import status
-from nmrun.lab.render import captions, formats, grids, plots, points, style
+from nmrun.lab.render import captions, plots, style
 from nmrun.lab.render.curves import History
-from nmrun.lab.render.grids import Figure, Grid
+from nmrun.lab.render.formats import Figure, Grid, grids
 from nmrun.lab.runs.run_folder import RunFolders
-from nmrun.patterns import RATIO_KEYS
 
+TEMPLATE = Path(__file__).with_name("report.html")
 MOST_LINES = 200  # at most so many lines of a list; the rest is counted
-# keys without a dot that are part of a config
-OWN = ("recipe", "sparsity", "dataset", "model", "optimizer", "schedule")
 
 
 def write(paths: Sequence[str], query: Query, target: Path) -> None:
@@ -52,10 +49,15 @@ def write(paths: Sequence[str], query: Query, target: Path) -> None:
     counts = Counter(run.state for run in states)
     counts.update(runs["status"][~runs["folder"].map(os.path.isdir)])  # of CSV files
     order = [*status.STATES, *sorted(set(counts) - set(status.STATES))]
-    differing, common = _settings(runs)
-    environments, versions = _environments(runs, folders)
-    text = formats.document(
-        "report.html",
+    brief = summary(runs)
+    keys = [k for k in map(str, brief) if k in FIRST or ("." in k and "/" not in k)]
+    common = [(key, label(value)) for key, value in brief.attrs["shared"].items()]
+    template = jinja2.Environment(
+        autoescape=True,  # whatever users wrote becomes text
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    ).from_string(TEMPLATE.read_text(encoding="utf-8"))
+    text = template.render(
         title=f"nmrun: {', '.join(paths)}",
         heading=", ".join(paths),
         made=time.strftime("%Y-%m-%d %H:%M"),
@@ -63,17 +65,14 @@ def write(paths: Sequence[str], query: Query, target: Path) -> None:
         command=shlex.join(["nmrun", *sys.argv[1:]]),
         sections=_sections(tables, query.baseline, folders),
         unfinished=[run for run in states if run.state != "finished"],
-        run_keys=[*differing, "status"],
+        run_keys=keys,
         run_metric=", ".join(dict.fromkeys(notation.labelled(table.metric) for table in tables)),
-        runs=_runs(tables, differing, target, folders),
-        common=formats.html_table(
-            Grid([], 1, ["key", "value"], [([key], [Figure(value)]) for key, value in common])
-        ),
-        common_count=len(common),
-        environments=environments,
-        versions=versions,
+        runs=_runs(tables, keys, target, folders),
+        common=_listed(common),
+        environment=_listed(_environment(runs, folders)),
         most=MOST_LINES,
     )
+    text = text.encode("ascii", "xmlcharrefreplace").decode()
     atomic.write(target, text, shared=True)
 
 
@@ -85,8 +84,8 @@ def _sections(tables: Sequence[Table], baseline: str, folders: RunFolders) -> li
         except ConfigError as error:
             refused.append(error)
         history, pictures = History(table, folders), []
-        for kind, about in plots.PLOTS.items():
-            if kind in ("ratio", "flops") and points.alone(table):
+        for kind, about in plots.KINDS.items():
+            if kind in ("ratio", "flops") and plots.alone(table):
                 continue
             figure = plots.draw(kind, history, plots.logged(table), style.Layout(title=""))
             if figure is not None:
@@ -95,16 +94,10 @@ def _sections(tables: Sequence[Table], baseline: str, folders: RunFolders) -> li
                 pictures.append(
                     {"id": name, "svg": svg, "about": f"{about.about}; {style.seeds(table)}"}
                 )
-        values, *differences = grids.grids(table)
-        if values.caption[0] == captions.title(table):  # the section's heading says it
+        title, (values, *differences) = captions.title(table), grids(table)
+        if values.caption[0] == title:  # the section's heading says it
             values = replace(values, caption=values.caption[1:])
-        sections.append(
-            {
-                "title": captions.title(table),
-                "tables": [formats.html_table(grid) for grid in (values, *differences)],
-                "pictures": pictures,
-            }
-        )
+        sections.append({"title": title, "tables": [values, *differences], "pictures": pictures})
     if baseline and len(refused) == len(tables):
         raise refused[0]
     return sections
@@ -122,7 +115,7 @@ def _runs(
             known = not pd.isna(value) and math.isfinite(value)
             rows.append(
                 {
-                    "labels": [*(short(label(run[key])) for key in keys), run["status"]],
+                    "labels": [short(label(run[key])) for key in keys],
                     "value": notation.printed(value, table.metric) if known else "-",
                     "seconds": "-" if pd.isna(seconds) else f"{seconds:.1f}",
                     "link": quote(f"{folder}/") if os.path.isdir(run["folder"]) else "",
@@ -133,30 +126,15 @@ def _runs(
     return rows
 
 
-def _settings(runs: pd.DataFrame) -> tuple[list[str], list[tuple[str, str]]]:
-    """The keys of a run's id that differ, recipe and ratio first, and the keys that do not differ,
-    with their value."""
-    dotted = [
-        key
-        for key in runs.columns
-        if "." in key and "/" not in key and not key.endswith(".name") and key not in RATIO_KEYS
-    ]
-    labels = runs[[*(key for key in OWN if key in runs), *dotted, "seed"]].map(label)
-    keys = [str(key) for key in labels]
-    same = [key for key in keys if labels[key].nunique() == 1]
-    differing = [key for key in keys if key not in same and is_in_id(key)]
-    return differing, [(key, labels[key].iloc[0]) for key in same]
+def _environment(runs: pd.DataFrame, folders: RunFolders) -> list[tuple[str, str]]:
+    """What the runs were made with, each value once."""
+    values: dict[str, dict[str, None]] = {}
+    for folder, commit in zip(runs["folder"], runs["commit"], strict=True):
+        environment = folders[folder].result.get("environment", {"commit": label(commit)})
+        for key, value in environment.items():
+            values.setdefault(key, {})[str(value)] = None
+    return [(key, ", ".join(every)) for key, every in values.items() if key != "command"]
 
 
-def _environments(runs: pd.DataFrame, folders: RunFolders) -> tuple[Markup, int]:
-    """The environments of the runs, counted; and the number of versions of the code."""
-    made_with = pd.DataFrame(
-        folders[folder].result.get("environment", {"commit": label(commit)})
-        for folder, commit in zip(runs["folder"], runs["commit"], strict=True)
-    )
-    made_with = made_with.drop(columns="command", errors="ignore").fillna("").astype(str)
-    counts = made_with.value_counts().head(MOST_LINES).reset_index().astype(str)
-    lines = [(values, [Figure(count)]) for *values, count in counts.to_numpy().tolist()]
-    keys = [*made_with.columns]
-    table = formats.html_table(Grid([], len(keys), [*keys, "runs"], lines))
-    return table, made_with["commit"].nunique()
+def _listed(pairs: Iterable[tuple[str, str]]) -> Grid:
+    return Grid([], 1, ["key", "value"], [([key], [Figure(value)]) for key, value in pairs])

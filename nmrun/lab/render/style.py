@@ -17,7 +17,6 @@ from typing import Any
 import matplotlib
 from markupsafe import Markup
 from matplotlib import style as mpl_style
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -28,7 +27,6 @@ from nmrun.lab.compare.tables import Table
 from nmrun.lab.keys.ranges import INCHES, LIMITS
 from nmrun.lab.output import quantity
 from nmrun.lab.render import captions
-from nmrun.patterns import Pattern, PatternError
 from nmrun.ranges import check_values
 
 INK = "#1a1a1a"  # of paper.mplstyle
@@ -38,7 +36,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", INK
 MARKERS = "osD^vPX*"  # one more than colours, so that no two of the first 56 lines look the same
 LINES = ("-", "--", "-.", ":")
 REFERENCE_LINES = ("--", ":", "-.")
-MARK = "mark"  # for lines that are no row of the table
+SWITCHES = "STEP's switch"  # of lines that are no row of the table
+FEW = 7  # at most so many lines in a panel
 ACROSS = 3  # panels in a row, and one more where they would be four rows
 NARROW = 4.6  # inches; a legend beside takes too much of less
 LOWEST = 2.1  # inches; of a panel with its labels
@@ -96,7 +95,7 @@ def of_number(i: int) -> dict[str, Any]:
     }
 
 
-def label(table: Table, row: Key) -> str:
+def named(table: Table, row: Key) -> str:
     """The name of a row, with the number of its runs that the picture does not show."""
     missing = sum((Counter(cell.without) for cell in table.cells_of(row)), Counter[str]())
     name = " ".join(notation.column(table.row_keys, row))
@@ -113,38 +112,34 @@ def seeds(table: Table) -> str:
     return quantity(fewest if fewest == most else f"{fewest} to {most}", "seed")
 
 
-def title(figure: Figure, table: Table, layout: Layout) -> None:
-    """Above the picture: the user's, or what all runs have in common and the number of seeds."""
-    usual = f"{captions.title(table, in_papers=True)}; mean and sd of {seeds(table)}"
-    text = usual.removeprefix("; ") if layout.title is None else layout.title
-    if text:
+def heading(table: Table) -> str:
+    """What all runs of a table have in common, and the number of seeds."""
+    text = f"{captions.title(table, in_papers=True)}; mean and sd of {seeds(table)}"
+    return text.removeprefix("; ")
+
+
+def title(figure: Figure, usual: str, layout: Layout) -> None:
+    """Above the picture: the user's, or the usual one."""
+    if text := usual if layout.title is None else layout.title:
         figure.suptitle(textwrap.fill(text, int(LETTERS * figure.get_figwidth())))
-
-
-def panel_name(table: Table, column: Key) -> str:
-    """The heading of a panel: ``1:8 (12.5 % of the weights)``, or the labels."""
-    if table.column_keys == ("sparsity",):
-        with contextlib.suppress(PatternError):
-            return f"{column[0]} ({100 * Pattern.parse(column[0]).density:.3g} % of the weights)"
-    return ", ".join(notation.column(table.column_keys, column))
 
 
 def panels(headings: list[str], layout: Layout) -> tuple[Figure, list[Axes]]:
     """A figure with a panel for each heading, side by side, and its axes, which are common."""
     count = len(headings)
     across = 2 if count == 4 else min(ACROSS + (count > ACROSS**2), count)
-    down = -(-len(headings) // across)
+    down = -(-count // across)
     size = layout.size(1.7 + 2.7 * across, 0.6 + 2.2 * down, down)
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     axes = list(grid.flat)
-    for spare in axes[len(headings) :]:
+    for spare in axes[count:]:
         spare.set_axis_off()
     for i, heading in enumerate(headings):
         axes[i].set_title(heading)
         # the lowest of each column of panels, though it be not in the last row
-        axes[i].tick_params(labelbottom=i + across >= len(headings))
-    return figure, axes[: len(headings)]
+        axes[i].tick_params(labelbottom=i + across >= count)
+    return figure, axes[:count]
 
 
 def legend(figure: Figure) -> None:
@@ -154,8 +149,7 @@ def legend(figure: Figure) -> None:
         for axes in figure.axes
         for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    # what marks a place (STEP's switch) comes last
-    entries = dict(sorted(handles.items(), key=lambda entry: _is_mark(entry[1])))
+    entries = dict(sorted(handles.items(), key=lambda entry: entry[0] == SWITCHES))  # last
     if not entries:
         return
     width, height = figure.get_size_inches()
@@ -189,10 +183,6 @@ def fit(figure: Figure) -> None:
         figure.set_figheight(figure.get_figheight() + lacking * rows)
 
 
-def _is_mark(handle: Any) -> bool:
-    return isinstance(handle, Artist) and handle.get_gid() == MARK
-
-
 def x_label(figure: Figure, text: str) -> None:
     """Below each panel that has numbers below it."""
     for axes in figure.axes:
@@ -211,14 +201,17 @@ IN_THE_DARK = (
 
 def save(figure: Figure, out: Path) -> None:
     """The format follows the suffix of ``out``. SVG can be read on light and on dark pages."""
+    drawn = _drawn(figure, out.suffix[1:], out.stem)
+    atomic.write(out, for_dark_pages(drawn) if out.suffix == ".svg" else drawn, shared=True)
+
+
+def _drawn(figure: Figure, kind: str, name: str) -> bytes:
     buffer = io.BytesIO()  # a full disk breaks matplotlib's writing of PDF
-    dated = {".svg": "Date", ".pdf": "CreationDate"}.get(out.suffix)  # same runs, same bytes
+    dated = {"svg": "Date", "pdf": "CreationDate"}.get(kind)  # same runs, same bytes
     metadata = {dated: None} if dated else None
-    svg = out.suffix == ".svg"
-    with looks(out.stem):
-        figure.savefig(buffer, format=out.suffix[1:], metadata=metadata, transparent=svg)
-    drawn = buffer.getvalue()
-    atomic.write(out, for_dark_pages(drawn) if svg else drawn, shared=True)
+    with looks(name):
+        figure.savefig(buffer, format=kind, metadata=metadata, transparent=kind == "svg")
+    return buffer.getvalue()
 
 
 def for_dark_pages(svg: bytes) -> bytes:
@@ -230,10 +223,7 @@ def embedded(figure: Figure, name: str) -> Markup:
     """The picture as an ``svg`` element of a page: its ink is the colour of the page's text. Its
     ``name``, which no other picture has, is for those who cannot see it.
     """
-    buffer = io.StringIO()
-    with looks(name):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    text = buffer.getvalue()
+    text = _drawn(figure, "svg", name).decode()
     # inside of HTML an svg element needs no namespaces
     text = re.sub(r'<metadata>.*?</metadata>|\sxmlns(:\w+)?="[^"]*"', "", text, flags=re.DOTALL)
     text = text[text.index("<svg") :].replace(INK, "currentColor")

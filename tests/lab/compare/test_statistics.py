@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from recomputed import Gaps, judged
 from runs import result_of, rewrite
-from scipy import special, stats
+from scipy import stats
 from test_tables import cells
 from verbs import verb
 
@@ -32,7 +32,6 @@ from nmrun.lab.compare.statistics import (
     step_down,
     summarise,
     t_two_sided,
-    trigamma_inverse,
 )
 
 OURS = {0: 0.97, 1: 0.96, 2: 0.99, 3: 0.95, 7: 0.5}
@@ -115,14 +114,6 @@ def test_the_grain_is_the_smallest_step():
     assert grain([3e11, 3e11 + 2e5]) == pytest.approx(2e5)
 
 
-def test_holm_by_hand():
-    ps = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005, "e": None}
-    differences = holm({key: Difference(0.0, 3, p=p) for key, p in ps.items()})
-    assert {key: gap.p for key, gap in differences.items()} == {
-        "d": pytest.approx(0.02), "a": pytest.approx(0.03), "c": pytest.approx(0.06), "b": pytest.approx(0.06), "e": None,
-    }  # fmt: skip
-
-
 # --- spreads that borrow from each other ------------------------------------------------------------
 
 
@@ -168,13 +159,6 @@ def test_the_ends_of_moderation_are_students_test_and_the_pooled_one():
     assert (freedom <= 4 * 28).all()
 
 
-@pytest.mark.parametrize("x", [1e-3, 0.5, 1.0, 7.0, 1e5])
-def test_the_inverse_of_the_trigamma_function(x):
-    assert trigamma_inverse(special.polygamma(1, np.array([x])))[0] == pytest.approx(x)
-    assert trigamma_inverse(np.array([math.pi**2 / 6, math.pi**2 / 2])) == pytest.approx([1, 0.5])
-    assert np.isinf(trigamma_inverse(np.array([0.0, -1.0]))).all()
-
-
 @pytest.mark.parametrize(("higher_is_better", "worst"), [(True, 0.7), (False, 0.9)])
 def test_a_failed_seed_counts_as_the_worst_other_run_and_is_no_observation(higher_is_better, worst):
     ours = summarise({0: 0.8, 1: 0.9, 2: 0.7}, ["failed"], [3])
@@ -191,14 +175,6 @@ def test_a_failed_seed_counts_as_the_worst_other_run_and_is_no_observation(highe
 
 
 # --- what the test can see ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("n", "size"), [(15, 0.778), (34, 0.495), (10, 0.996), (27, 0.560)])
-def test_the_smallest_difference_is_that_of_the_tables(n, size):
-    """Sizes at which n pairs have a power of 0.8 at 0.05, two-sided: 34 for 0.5 and 15 for 0.8 are
-    Cohen's (1988, chapter 2, for one sample), the rest by G*Power.
-    """
-    assert detectable(n - 1, 0.05) / math.sqrt(n) == pytest.approx(size, abs=2e-3)
 
 
 @pytest.mark.parametrize(("n", "tests"), [(3, 1), (3, 24), (5, 84), (10, 18)])
@@ -247,12 +223,6 @@ def covered(gaps: np.ndarray, step: float, true: float) -> float:
     variance = np.maximum(gaps.var(-1, ddof=1), step**2)
     off = np.abs(gaps.mean(-1) - true) / np.sqrt(variance / n)
     return float((t_two_sided(off, n - 1) >= 0.05).mean())
-
-
-@pytest.mark.parametrize("n", range(2, 11))
-def test_intervals_cover_what_they_say(n):
-    gaps = np.random.default_rng(n).normal(0.3, 1.0, (20_000, n))
-    assert covered(gaps, 0.0, 0.3) == pytest.approx(0.95, abs=0.02)
 
 
 def accuracies(share: float, shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -343,11 +313,6 @@ def test_a_table_of_differences(write, table):
     assert re.search(r"80 % power to find a true difference of [\d.]+ \(median\)", how)
     assert "no test" not in how
     assert table("--baseline", "dense", "--format", "latex")[1].isascii()
-    exact = list(csv.DictReader(table("--baseline", "dense", "--format", "csv")[1].splitlines()))
-    one = next(row for row in exact if (row["recipe"], row["sparsity"]) == ("ste", "1:8"))
-    assert float(one["difference"]) == pytest.approx(-0.0215)
-    assert one["difference"].startswith("-")
-    assert float(one["least"]) > 0
 
 
 def test_flops_that_are_the_same_for_every_seed_differ_for_sure(write, table):
@@ -359,22 +324,6 @@ def test_flops_that_are_the_same_for_every_seed_differ_for_sure(write, table):
     told = table(*words)[1].split("Difference", 1)[1]
     assert cells(told)["ste"]["2:4"] == f"{M}1.500G (3)"
     assert "fewer than three" not in told + table(*words, "--format", "latex")[1].lower()
-
-
-def test_ties_are_not_significant(write, table):
-    """Three times one test image less, in a table of several columns. Their least spreads are alike:
-    together they have six degrees of freedom, and a chi-squared variable of two has the geometric
-    mean 2 exp(-gamma). The prior counts as four of the five parts.
-    """
-    t = math.sqrt(3 / (0.8 * math.exp(np.euler_gamma) + 0.2))
-    for seed, right in enumerate((354, 355, 353)):
-        write("dense", "dense", seed, right / IMAGES)
-        for ratio in ("2:4", "1:4", "1:8"):
-            write("ste", ratio, seed, (right - 1) / IMAGES)
-    out = cells(table("--baseline", "dense")[1].split("Difference", 1)[1])
-    assert {cell.strip("*") for cell in out["ste"].values()} == {
-        f"{M}0.3 [{M}0.8, +0.2] p={3 * 2 * stats.t.sf(t, 6):.2g} (3)"
-    }
 
 
 def test_the_caption_says_what_few_seeds_leave_out(write, table):
@@ -391,7 +340,7 @@ def test_the_caption_says_what_few_seeds_leave_out(write, table):
     assert "power" not in caption
 
 
-def test_other_data_and_other_budgets(write, table):
+def test_a_row_is_compared_within_its_data_set_alone(write, table):
     for seed in range(3):
         write("dense", "dense", seed, 0.9 + seed / 100)
         write("ste", "2:4", seed, 0.8 + seed / 100, trainer__epochs=24)
@@ -400,9 +349,6 @@ def test_other_data_and_other_budgets(write, table):
     out = table(*rows)[1].split("Difference", 1)[1]
     lines = [line for line in out.splitlines() if line.startswith("| ste")]
     assert [("p" in line, "24" in line) for line in lines] == [(False, False), (True, True)]
-    assert "compared across different epochs" in out
-    message = table("--filter", "dataset=digits", "--baseline", "dense")[1]
-    assert "not the same in all cells: epochs" in message
 
 
 def test_how_many_epochs_the_best_is_of(write, table):
@@ -428,13 +374,6 @@ def test_a_terminal_without_a_minus_sign(write, monkeypatch, tmp_path):
     assert b"| -2.15 [-2.66, -1.64] p" in buffer.getvalue()
 
 
-def test_a_recipe_as_the_baseline(write, table):
-    some_runs(write)
-    out = table("--baseline", "step")[1].split("Difference", 1)[1]
-    assert cells(out)["dense"]["1:8"].startswith("+1.2 [")
-    assert cells(out)["ste"]["2:4"] == "-"
-
-
 def test_mistaken_baselines(write, table):
     write("ste", "1:8", 0, 0.9)
     write("asp", "1:8", 1, 0.9)
@@ -445,45 +384,24 @@ def test_mistaken_baselines(write, table):
     status, _, err = table("--baseline", "ste")
     assert (status, err.count("\n")) == (2, 1)
     assert "no other row has runs of the same seeds" in err
-    write("ste", "1:8", 2, 0.9, optimizer__lr=0.5)  # a cell that would average over two rates
-    assert "no such row" in table("--baseline", "sted")[2]
-
-
-def test_a_baseline_that_one_of_two_tables_lacks(write, table):
-    for seed in range(2):
-        write("ste", "1:8", seed, 0.9)
-        write("dense", "dense", seed, 0.9)
-        write("ste", "1:8", seed, 0.9, model__name="mlp")
-    status, _, err = table("--baseline", "dense")
-    assert (status, err) == (
-        2,
-        "nmrun: --baseline dense: no such row (there are ste)\n",
-    )
+    write("dense", "dense", 0, 0.9)
+    write("ste", "1:8", 0, 0.9, model__name="mlp")  # a table without it
+    told = "nmrun: --baseline dense: no such row (there are ste)\n"
+    assert table("--baseline", "dense")[::2] == (2, told)
 
 
 def test_several_metrics_side_by_side(write, table):
     write("ste", "2:4", 0, 0.9, loss=0.5)
     write("asp", "2:4", 0, 0.8, loss=0.25)
     out = cells(table("--metric", "test/accuracy,test/loss,seconds", "--cols", "metric")[1])
-    assert out == {
-        "asp": {
-            "seconds": "**2.5 (1)**",
-            "test/accuracy in %": "80.0 (1)",
-            "test/loss": "**0.25 (1)**",
-        },
-        "ste": {
-            "seconds": "**2.5 (1)**",
-            "test/accuracy in %": "**90.0 (1)**",
-            "test/loss": "0.5 (1)",
-        },
+    marked = {
+        "seconds": "**2.5 (1)**",
+        "test/accuracy in %": "80.0 (1)",
+        "test/loss": "**0.25 (1)**",
     }
+    assert out["asp"] == marked
+    assert out["ste"]["test/accuracy in %"] == "**90.0 (1)**"
+    assert out["ste"]["test/loss"] == "0.5 (1)"
     status, _, err = table("--metric", "test/accuracy,test/loss")
     assert status == 2
     assert "--cols metric" in err
-
-
-def test_versions_of_the_code_are_told(write, table):
-    write("ste", "2:4", 0, 0.9)
-    assert "versions of the code" not in table()[1]
-    rewrite(write("ste", "2:4", 1, 0.9), environment={"commit": "0123456789"})
-    assert "made by 2 versions of the code" in table()[1]

@@ -7,22 +7,27 @@ import csv
 import errno
 import io
 import json
+import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-import pandas as pd
 import pytest
 from runs import rewrite
 from terminal import Terminal
 from verbs import verb
 
+from nmrun.errors import ConfigError
 from nmrun.lab.compare import tables
-from nmrun.lab.compare.runs import collect, to_csv
-from nmrun.lab.compare.statistics import summarise
+from nmrun.lab.compare.comparison import Query, compare, divide
+from nmrun.lab.compare.runs import collect, read_runs, to_csv
+from nmrun.lab.compare.tables import build
 from nmrun.lab.config import composition
-from nmrun.lab.render import cli
+from nmrun.lab.render import cli, plots
+from nmrun.lab.render.curves import History
+from nmrun.lab.render.formats import render
 
 
 def cells(markdown: str) -> dict[str, dict[str, str]]:
@@ -71,11 +76,7 @@ def test_any_depth_and_each_run_once(write, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert len(collect([one])) == 1
     assert len(collect(["outputs/digits/small_conv/dense"])) == 2
-    assert sorted(collect(["outputs", tmp_path / "outputs", one])["sparsity"]) == [
-        "2:4",
-        "dense",
-        "dense",
-    ]
+    assert len(collect(["outputs", tmp_path / "outputs", one])) == 3
     assert collect([tmp_path / "outputs/digits/small_conv/ste/1of8"]).empty
 
 
@@ -124,21 +125,6 @@ def test_a_folder_that_cannot_be_read_is_named(strict, write, table, monkeypatch
     assert capsys.readouterr().err == f"nmrun: left out: {line}"
 
 
-def test_the_deviation_is_that_of_a_sample():
-    # squared distances from 5 add up to 32
-    cell = summarise([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0])
-    assert (cell.mean, cell.n) == (5.0, 8)
-    assert cell.sd == pytest.approx((32 / 7) ** 0.5, rel=1e-12)
-    assert (summarise([3.0]).mean, summarise([3.0]).sd) == (3.0, None)
-    nothing = summarise([], ["failed", "interrupted", "failed"])
-    assert (nothing.mean, nothing.sd, nothing.n, nothing.without) == (
-        None,
-        None,
-        0,
-        {"failed": 2, "interrupted": 1},
-    )
-
-
 @pytest.mark.parametrize(("name", "higher"), [("glossary_recall", True), ("ece", False)])
 def test_a_metric_of_ones_own_is_better_as_its_task_says(name, higher, write, table, tmp_path):
     for recipe, value in (("ste", 0.25), ("asp", 0.75)):
@@ -166,17 +152,12 @@ def test_mean_deviation_n_best_and_the_dense_reference(write, table):
     }
     what, how, beware, blank, *lines = out.splitlines()
     assert what == "small_conv on digits, adam, learning rate 0.001, 12 epochs"
-    assert "accuracy on the test split in %" in how
-    assert "bold: best sparse recipe of each column" in how
+    assert how.startswith("test accuracy (%); mean")
+    assert "bold: best sparse one of each column" in how
     assert beware.startswith("not the same in all cells: seeds")
     assert not blank
     assert len({len(line) for line in lines}) == 1, "aligned in a terminal"
     assert out.isascii()
-
-
-def test_one_epoch_is_no_epochs(write, table):
-    write("ste", "2:4", 0, 0.9, trainer__epochs=1)
-    assert table()[1].splitlines()[0].endswith(", 1 epoch")
 
 
 def test_a_column_of_rows_is_in_every_format(write, table, monkeypatch):
@@ -211,6 +192,7 @@ def test_best_weights_and_other_metrics(write, table):
 
 
 def test_order_of_rows_and_columns(write, table):
+    """Recipes in nmrun's order, ratios from dense to sparse, numbers by their size."""
     recipes = ["zeta", "s_ste", "step", "alpha", "sr_ste", "ste", "asp"]
     ratios = ["1:16", "2:8", "4:8", "2:4", "3:4", "1:4", "10:16"]
     for recipe in recipes:
@@ -220,18 +202,10 @@ def test_order_of_rows_and_columns(write, table):
     rows = cells(table()[1])
     assert list(rows) == ["dense", "asp", "ste", "sr_ste", "step", "s_ste", "alpha", "zeta"]
     assert list(rows["ste"]) == ["3:4", "10:16", "2:4", "4:8", "1:4", "2:8", "1:16"]
-
-
-def test_numbers_sort_as_numbers(write, table):
     for lr in (0.01, 1e-05, 0.1, 10.0, 2.0):
-        write("ste", "2:4", 0, 0.9, optimizer__lr=lr)
-    assert list(cells(table("--rows", "optimizer.lr")[1])) == [
-        "1e-05",
-        "0.01",
-        "0.1",
-        "2.0",
-        "10.0",
-    ]
+        write("other", "2:4", 0, 0.9, optimizer__lr=lr)
+    rows = cells(table("--rows", "optimizer.lr", "--filter", "recipe=other")[1])
+    assert list(rows) == ["1e-05", "0.01", "0.1", "2.0", "10.0"]
 
 
 def test_ties_at_the_printed_precision_are_all_marked(write, table):
@@ -249,33 +223,19 @@ def test_ties_at_the_printed_precision_are_all_marked(write, table):
 
 
 def test_runs_without_a_value_are_told(write, table):
-    write("ste", "2:4", 0, 0.9)
-    write("ste", "2:4", 1, status="failed")
-    write("ste", "2:4", 2)  # finished, but with another version that had no such metric
     write("step", "2:4", 0, status="failed")
     write("step", "2:4", 1, status="failed")
     write("step", "2:4", 2, status="interrupted")
-    assert cells(table()[1]) == {
-        "ste": {"2:4": "90.0 (1, 1 failed, 1 without a value)"},
-        "step": {"2:4": "2 failed, 1 interrupted"},
-    }
-
-
-def test_nothing_but_failures_is_a_table_too(write, table):
-    write("ste", "2:4", 0, status="failed")
-    write("dense", "dense", 0, status="interrupted")
-    status, out, _ = table()
-    assert (status, cells(out)) == (
-        0,
-        {"dense": {"2:4": "1 interrupted"}, "ste": {"2:4": "1 failed"}},
-    )
-
-
-def test_dense_alone(write, table):
+    assert cells(table()[1]) == {"step": {"2:4": "2 failed, 1 interrupted"}}
+    write("ste", "2:4", 0, 0.9)
+    write("ste", "2:4", 1, status="failed")
+    write("ste", "2:4", 2)  # finished, but with another version that had no such metric
+    told = "90.0 (1, 1 failed, 1 without a value)"
+    assert cells(table("--filter", "recipe=ste")[1]) == {"ste": {"2:4": told}}
     write("dense", "dense", 0, 0.99)
-    out = table()[1]
+    out = table("--filter", "recipe=dense")[1]
     assert cells(out) == {"dense": {"dense": "99.0 (1)"}}
-    assert "every column" not in out
+    assert "bold" not in out
 
 
 def test_rows_and_columns_of_any_keys(write, table):
@@ -367,23 +327,17 @@ def test_one_refusal_names_the_settings_of_all_cells(write, table):
     named = err.split("differ in ")[1].split(";")[0].split(", ")
     assert sorted(named) == ["optimizer.lr", "recipe.switch", "trainer.epochs"]
     assert table("--rows", f"recipe,{','.join(named)}")[0] == 0
-
-
-def test_a_recipes_own_setting_is_a_difference_but_another_recipes_is_not(write, table):
-    write("step", "2:4", 0, 0.9, recipe__switch="auto")
-    write("step", "2:4", 1, 0.9, recipe__switch=0.3)
-    write("ste", "2:4", 0, 0.8)
-    assert "differ in recipe.switch;" in table()[2]
-    rows = cells(table("--filter", "recipe.switch=auto")[1])
-    assert rows == {"ste": {"2:4": "80.0 (1)"}, "step": {"2:4": "**90.0 (1)**"}}
-    mixed = table("--rows", "optimizer.lr")[2]
+    mixed = table("--rows", "optimizer.lr,trainer.epochs")[2]
     assert "differ in recipe;" in mixed, "the recipe says it: its settings need no mention"
 
 
-def test_what_does_not_change_a_result_is_no_difference(write, table):
+def test_what_does_not_change_a_result_and_another_recipes_setting_are_no_difference(write, table):
     write("ste", "2:4", 0, 0.9, trainer__device="cuda", track__name="wandb")
     write("ste", "2:4", 1, 0.9)
-    assert table()[:1] == (0,)
+    write("step", "2:4", 0, 0.8, recipe__switch="auto")
+    write("step", "2:4", 1, 0.7, recipe__switch=0.3)
+    rows = cells(table("--filter", "recipe.switch=auto")[1])
+    assert rows == {"ste": {"2:4": "**90.0 +- 0.0 (2)**"}, "step": {"2:4": "80.0 (1)"}}
 
 
 def test_runs_that_begin_with_others_of_a_kind_are_averaged(write, table):
@@ -394,6 +348,7 @@ def test_runs_that_begin_with_others_of_a_kind_are_averaged(write, table):
             pruned = write("wanda", ratio, seed, 0.7, init=str(dense))
             write("asp", ratio, seed, 0.9, init=str(dense), trainer__distill="start")
             write("asp", ratio, seed, 0.8, init=str(pruned), trainer__distill=str(dense))
+            write("maskllm", ratio, seed, 0.9, recipe__masks=str(pruned))
         write("asp", "1:8", seed, 0.6, init=str(pruned))  # of another ratio
         write("dense", "dense", seed, 0.6, init=f"{pruned}/dense.safetensors")
     out = table("--rows", "recipe,init,trainer.distill", "--format", "csv")[1]
@@ -402,28 +357,13 @@ def test_runs_that_begin_with_others_of_a_kind_are_averaged(write, table):
         for line in csv.DictReader(out.splitlines())
     }
     rows = [("wanda", "dense", "null"), ("asp", "dense", "start"), ("asp", "wanda", "dense")]
+    rows += [("maskllm", "null", "null")]  # whose recipe reads it
     assert counts == {
         ("dense", "null", "null", "dense"): "2",
         **{(*row, ratio): "2" for row in rows for ratio in ("2:4", "1:4")},
         ("asp", "wanda 1:4", "null", "1:8"): "2",
         ("dense", "wanda 1:4 (dense)", "null", "dense"): "2",
     }
-
-
-def test_runs_whose_recipes_read_others_of_a_kind_are_averaged(write, table):
-    for seed in (0, 1):
-        pruned = write("sparsegpt", "2:4", seed, 0.7)
-        write("maskllm", "2:4", seed, 0.9, recipe__masks=str(pruned))
-    assert cells(table()[1])["maskllm"] == {"2:4": "**90.0 +- 0.0 (2)**"}
-
-
-def test_cells_of_other_settings_are_mentioned(write, table):
-    write("ste", "2:4", 0, 0.9, trainer__epochs=24)
-    write("asp", "2:4", 0, 0.9)
-    write("dense", "dense", 0, 0.9)
-    what, _, beware = table()[1].splitlines()[:3]
-    assert beware == "not the same in all cells: epochs"
-    assert "epoch" not in what
 
 
 def test_a_seed_counts_once(write, table):
@@ -436,61 +376,99 @@ def test_a_seed_counts_once(write, table):
     assert str(second) in err
 
 
-def test_filters(write, table):
-    write("ste", "2:4", 0, 0.9, optimizer__lr=0.001)
-    write("ste", "2:4", 1, 0.8, optimizer__lr=0.01)
-    write("asp", "1:4", 0, 0.7, optimizer__lr=0.01)
-    assert cells(table("--filter", "optimizer.lr=1e-3")[1]) == {"ste": {"2:4": "90.0 (1)"}}
-    assert cells(table("--filter", "optimizer.lr=0.01", "sparsity=1:4")[1]) == {
-        "asp": {"1:4": "70.0 (1)"}
-    }
-    assert cells(
-        table("--filter", "optimizer.lr=0.01", "--filter", "trainer.clip=null", "recipe=ste")[1]
-    ) == {"ste": {"2:4": "80.0 (1)"}}
-    write("sr_ste", "2:4", 1, 0.6, optimizer__lr=0.01)
-    assert cells(table("--filter", "recipe=sr_ste,ste", "optimizer.lr=0.01")[1]) == {
-        "ste": {"2:4": "**80.0 (1)**"}, "sr_ste": {"2:4": "60.0 (1)"},
-    }  # fmt: skip
-    assert table("--filter", "optimizer.lr=5,0.01")[2].startswith(
-        "nmrun: --filter optimizer.lr: no run has 5"
-    )
-    assert table("--filter", "optimizer.lr=5")[::2] == (
-        2, "nmrun: --filter optimizer.lr: no run has 5; optimizer.lr is 0.001, 0.01\n",
-    )  # fmt: skip
-    assert "write KEY=VALUE" in table("--filter", "optimizer.lr")[2]
-
-
-def test_a_filter_for_all_others(write, table):
+@pytest.mark.parametrize(
+    ("conditions", "left"),
+    [
+        (["optimizer.lr=1e-3"], {"ste": {"2:4": "90.0 (1)"}}),
+        (
+            ["recipe.switch!=0.1", "optimizer.lr=0.01", "sparsity=1:4"],
+            {"dense": {"1:4": "95.0 (1)"}, "asp": {"1:4": "70.0 (1)"}},
+        ),
+        (
+            ["optimizer.lr=0.01", "recipe=step,asp"],
+            {"asp": {"1:4": "**70.0 (1)**"}, "step": {"1:4": "60.0 (1)"}},
+        ),
+        (
+            ["optimizer.lr!=1e-3", "recipe!=asp,step"],
+            {"dense": {"2:4": "95.0 (1)"}, "ste": {"2:4": "80.0 (1)"}},
+        ),
+        (["sparsity!=dense,1:4", "optimizer.lr=0.01"], {"ste": {"2:4": "80.0 (1)"}}),
+    ],
+)
+def test_filters(conditions, left, write, table):
     write("dense", "dense", 0, 0.95, optimizer__lr=0.01)
     write("ste", "2:4", 0, 0.9, optimizer__lr=0.001)
     write("ste", "2:4", 1, 0.8, optimizer__lr=0.01)
     write("asp", "1:4", 0, 0.7, optimizer__lr=0.01)
     write("step", "1:4", 0, 0.6, optimizer__lr=0.01, recipe__switch=0.1)
-    assert cells(table("--filter", "optimizer.lr!=1e-3", "recipe!=asp,step")[1]) == {
-        "dense": {"2:4": "95.0 (1)"}, "ste": {"2:4": "80.0 (1)"},
-    }  # fmt: skip
-    assert "step" not in cells(table("--filter", "recipe.switch!=0.1", "optimizer.lr=0.01")[1])
-    assert list(cells(table("--filter", "sparsity!=dense,1:4", "optimizer.lr=0.01")[1])) == ["ste"]
-    assert table("--filter", "optimizer.lr!=5")[0] == 2
-    assert table("--filter", "optimizer.lr!=0.01,0.001")[::2] == (
-        2, "nmrun: --filter optimizer.lr!=0.01,0.001 leaves no run; optimizer.lr is 0.001, 0.01\n",
-    )  # fmt: skip
+    assert cells(table("--filter", *conditions)[1]) == left
 
 
-@pytest.mark.parametrize(
-    ("depths", "message"),
-    [
-        ((8, 8), "resnet20 (depth=8) on cifar10 (train_size=5000), adam"),
-        ((20, 20), "resnet20 on cifar10 (train_size=5000), adam"),
-        ((8, 20), "resnet20 on cifar10 (train_size=5000), adam"),
-    ],
-)
-def test_the_caption_names_what_is_not_the_config_s_own(depths, message, write, table):
-    for recipe, depth in zip(("ste", "sr_ste"), depths, strict=True):
-        model = {"name": "resnet20", "depth": depth, "exclude": ["conv1"]}
-        data = {"name": "cifar10", "train_size": 5000, "val_size": None, "flip": True}
-        write(recipe, "2:4", 0, 0.9, model=model, dataset=data)
-    assert table()[1].startswith(message)
+# --- dense training beside ratios of something else -----------------------------------------------
+
+
+TWO = ("--cols", "optimizer,sparsity")
+DENSE = {"adam": [0.90, 0.91, 0.93], "sgd": [0.70, 0.75, 0.78]}
+STE = {
+    ("adam", "2:4"): [0.80, 0.82, 0.81],
+    ("adam", "1:8"): [0.60, 0.61, 0.66],
+    ("sgd", "2:4"): [0.71, 0.74, 0.79],
+}
+
+
+@pytest.fixture
+def two_optimizers(write):
+    for optimizer, values in DENSE.items():
+        for seed, value in enumerate(values):
+            write("dense", "dense", seed, value, optimizer__name=optimizer)
+    for (optimizer, ratio), values in STE.items():
+        for seed, value in enumerate(values):
+            write("ste", ratio, seed, value, optimizer__name=optimizer)
+
+
+def test_it_stands_and_is_compared_in_the_columns_that_differ_in_the_ratio_alone(
+    two_optimizers, write, table
+):
+    dense = {"adam 2:4": "91.3 +- 1.5 (3)", "adam 1:8": "91.3 +- 1.5 (3)", "sgd 2:4": "74 +- 4 (3)"}
+    assert cells(table(*TWO)[1])["dense"] == dense
+    differences = cells(table(*TWO, "--baseline", "dense")[1].split("Difference")[1])["ste"]
+    for (optimizer, ratio), values in STE.items():
+        by_hand = 100 * (sum(values) - sum(DENSE[optimizer])) / 3
+        mean = differences.pop(f"{optimizer} {ratio}").strip("*").split()[0]
+        assert float(mean.replace("\N{MINUS SIGN}", "-")) == pytest.approx(by_hand, abs=0.5)
+    assert not differences
+    lines = list(csv.DictReader(io.StringIO(table(*TWO, "--format", "csv")[1])))
+    found = {  # a line for each optimizer
+        (line["optimizer"], line["sparsity"]): float(line["mean"])
+        for line in lines
+        if line["recipe"] == "dense"
+    }
+    means = {(optimizer, "dense"): sum(values) / 3 for optimizer, values in DENSE.items()}
+    assert found == pytest.approx(means)
+    write("dense", "dense", 0, 0.5, optimizer__name="adamw")  # without sparse runs beside it
+    rows = cells(table(*TWO)[1])
+    assert rows["dense"] == {"adamw dense": "50.0 (1)", **dense}
+    assert rows["ste"]["adamw dense"] == "-"
+
+
+@pytest.mark.parametrize("kind", ["ratio", "flops"])
+def test_lines_do_not_lead_from_one_optimizer_to_the_other(kind, two_optimizers, tmp_path):
+    collected = collect([tmp_path])
+    collected["flops/training_arithmetic"] = 1e9
+    history = History(build(collected, "test/accuracy", ["recipe"], ["optimizer", "sparsity"]))
+    for optimizer, ratio in STE:  # curves are of its own optimizer
+        of = history.cells[("dense",), (optimizer, ratio)]
+        assert [run["optimizer"] for run in of] == [optimizer] * 3
+    (axes,) = plots.draw(kind, history, "eval/accuracy").axes
+    assert {each[0].get_marker() for each in axes.containers} >= {"s"}  # seen where no line is
+    lines = {each.get_label(): each[0].get_ydata().tolist() for each in axes.containers}
+    for name, values in (("STE", STE), ("dense", DENSE)):
+        means = [100 * sum(v) / 3 for v in values.values()]
+        points = lines[name]
+        if name == "dense" and kind == "ratio":
+            means = [means[0], *means]  # in both of Adam's columns
+        assert [v for v in points if not math.isnan(v)] == pytest.approx(means)
+        assert [math.isnan(v) for v in points] == [False] * (len(means) - 1) + [True, False]
 
 
 # --- formats --------------------------------------------------------------------------------------
@@ -521,6 +499,12 @@ def test_csv_is_long_and_exact(write, table, tmp_path):
     ]
     assert by_cell["small_conv", "dense", "dense"]["n"] == "3"
     assert (step["seeds"], step["values"]) == ("0 1 2", "0.97 0.98 0.99")
+    (same,) = [
+        line
+        for line in json.loads(table("--format", "json", "--filter", "model=small_conv")[1])
+        if line["recipe"] == "step"
+    ]
+    assert (same["seeds"], same["values"]) == ([0, 1, 2], [0.97, 0.98, 0.99])
     assert [by_cell["mlp", "ste", "2:4"][key] for key in ("mean", "sd", "n", "best")] == [
         "0.25",
         "",
@@ -548,14 +532,6 @@ def test_the_best_recipe_is_bold_wherever_recipes_stand(write, table):
     assert {tuple(line[:2]) for line in split[2:] if "**" in line[3]} == bold
 
 
-def test_dense_stays_under_a_filter_of_the_ratio(write, table):
-    comparison(write)
-    rows = cells(table("--filter", "sparsity=1:8")[1])
-    assert list(rows) == ["dense", "ste", "sr_ste", "step"]
-    assert rows["dense"] == {"1:8": "99.0 +- 0.5 (3)"}
-    assert list(cells(table("--filter", "recipe=ste")[1])) == ["ste"]
-
-
 def test_long_numbers_are_short_and_settings_say_their_key(write, table):
     write("ste", "2:4", 0, 0.9, optimizer__lr=6.263703785921783e-05)
     assert cells(table("--cols", "sparsity,optimizer.lr")[1]) == {
@@ -563,29 +539,6 @@ def test_long_numbers_are_short_and_settings_say_their_key(write, table):
     }
     exact = table("--rows", "optimizer.lr", "--format", "csv")[1]
     assert "6.263703785921783e-05" in exact
-
-
-@pytest.mark.parametrize("style", ["csv", "json"])
-def test_a_line_a_run(write, table, tmp_path, style):
-    comparison(write)
-    write("ste", "2:4", 7, status="failed")
-    target = tmp_path / f"runs.{style}"
-    assert table("--runs", "--out", str(target))[:2] == (0, f"{target}\n")
-    runs = {"csv": pd.read_csv, "json": pd.read_json}[style](target)
-    assert len(runs) == 11
-    step = runs[runs["recipe"] == "step"].sort_values("seed")
-    assert step["test/accuracy"].tolist() == [0.97, 0.98, 0.99]
-    failed = runs[runs["status"] == "failed"]
-    assert failed["recipe"].tolist() == ["ste"]
-    assert failed["test/accuracy"].isna().all()
-
-
-def test_json_has_the_values_of_the_seeds(write, table):
-    comparison(write)
-    cells_ = {(c["recipe"], c["sparsity"]): c for c in json.loads(table("--format", "json")[1])}
-    assert cells_["step", "1:8"]["values"] == [0.97, 0.98, 0.99]
-    assert cells_["step", "1:8"]["seeds"] == [0, 1, 2]
-    assert cells_["sr_ste", "1:8"]["sd"] is None
 
 
 def test_captions_break_at_words_where_a_terminal_ends(write, table, monkeypatch, tmp_path):
@@ -600,19 +553,6 @@ def test_captions_break_at_words_where_a_terminal_ends(write, table, monkeypatch
 
 
 # --- pictures -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("suffix", "start"), [(".png", b"\x89PNG\r\n\x1a\n"), (".svg", b"<?xml"), (".pdf", b"%PDF")]
-)
-def test_plot_by_suffix(write, tmp_path, capsys, suffix, start):
-    comparison(write)
-    write("asp", "1:8", 0, status="failed")
-    target = tmp_path / f"picture{suffix}"
-    assert cli.plot([str(tmp_path / "outputs"), "--out", str(target)]) == 0
-    assert capsys.readouterr().out == f"{target}\n"
-    assert target.read_bytes().startswith(start)
-    assert target.stat().st_size > 5000
 
 
 def test_plots_of_two_models_go_below_the_path(write, tmp_path, capsys):
@@ -642,6 +582,15 @@ def test_plots_of_two_models_go_below_the_path(write, tmp_path, capsys):
         (["--rows", "lr"], ["lr", "did you mean optimizer.lr?"]),
         (["--cols", "sparsty"], ["did you mean sparsity?"]),
         (["--filter", "sed=0"], ["did you mean seed?"]),
+        (["--filter", "optimizer.lr"], ["write KEY=VALUE"]),
+        (["--overall"], ["name it with --baseline"]),
+        (["--scale", "smoke"], ["--scale", "--experiment"]),
+        (["--runs", "--baseline", "ste"], ["--baseline", "--runs"]),
+        (["--filter", "optimizer.lr=5,0.001"], ["no run has 5; optimizer.lr is 0.001"]),
+        (
+            ["--filter", "optimizer.lr!=0.001"],
+            ["optimizer.lr!=0.001 leaves no run; optimizer.lr is"],
+        ),
         (
             ["--format", "markdwon"],
             ["'markdwon'", "'markdown', 'latex', 'csv', 'json'"],
@@ -650,7 +599,7 @@ def test_plots_of_two_models_go_below_the_path(write, tmp_path, capsys):
         (["--nonsense"], ["--nonsense"]),
         (
             ["--runs", "--format", "latex"],
-            ["--runs --format latex: a line a run is csv, json"],
+            ["format=latex: no such format (there are csv, json)"],
         ),
     ],
 )
@@ -686,6 +635,33 @@ def test_a_file_on_a_full_disk(verb_, name, write, tmp_path, small_disk, capsys)
 def test_the_command_line_of_tables_imports_no_pandas():
     code = "import sys; from nmrun.lab.render import cli; sys.exit('pandas' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_comparison_by_functions_alone(write, tmp_path, table):
+    ste, dense = [0.90, 0.92, 0.94], [0.95, 0.96, 1.00]
+    for seed, (ours, base) in enumerate(zip(ste, dense, strict=True)):
+        write("ste", "2:4", seed, ours)
+        write("ste", "2:4", seed, ours - 0.1, optimizer__lr=0.1)
+        write("dense", "dense", seed, base)
+    runs = read_runs([str(tmp_path / "outputs")])
+    before = runs.copy(deep=True)
+    query = Query(baseline="dense", filter=("optimizer.lr=0.001",))
+    comparison = compare(runs, query)
+    (found,) = comparison.tables
+    place = ("ste",), ("2:4",)
+    assert found.cells[place].mean == pytest.approx(sum(ste) / 3)
+    assert found.differences[place].mean == pytest.approx((sum(ste) - sum(dense)) / 3)
+    assert found.differences[place].n == 3
+    assert [row.row for row in compare(runs, replace(query, overall=True)).overall] == [("ste",)]
+    for style in ("markdown", "latex", "csv", "json"):
+        asked = ("--baseline", "dense", "--filter", "optimizer.lr=0.001", "--format", style)
+        assert table(*asked)[1].endswith(render(comparison, style))
+    (divided,) = divide(runs, Query())
+    assert divided.row_keys == ("recipe", "optimizer.lr")
+    assert divided.rows == [("dense", "0.001"), ("ste", "0.001"), ("ste", "0.1")]
+    assert runs.equals(before), "a frame is read, not written"
+    with pytest.raises(ConfigError, match="one metric at a time"):
+        Query(overall=True, baseline="dense", cols=("metric",))
 
 
 def test_a_name_that_is_given_twice_is_there_once(write, table):

@@ -47,18 +47,6 @@ def test_a_flipped_bit_never_passes(name, sealed, table):
     assert ("(1)" if name == "result.json" else "(2)") in out
 
 
-@pytest.mark.parametrize("words", ["compare RUN RUN", "rerun RUN --yes"])
-def test_a_changed_result_is_neither_compared_nor_repeated(words, sealed, capsys):
-    folder = sealed("ste", "2:4", 0, 0.8746)
-    text = (folder / "result.json").read_text()
-    (folder / "result.json").write_text(text.replace("0.8746", "0.9746"))
-    assert verb(*words.replace("RUN", str(folder)).split()) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"nmrun: {folder / 'result.json'}: it was changed: its SHA-256 is")
-    assert err.count("\n") == 1
-
-
 def test_a_run_in_the_folder_of_another_is_left_out(sealed, table):
     other = sealed("ste", "2:4", 0, 0.8)
     sealed("ste", "2:4", 1, 0.9)

@@ -19,7 +19,6 @@ from runs import result_of
 from verbs import verb
 
 from nmrun.errors import ConfigError
-from nmrun.lab.compare.comparison import Query
 from nmrun.lab.config import composition, experiment, identity, precheck, rules, schema
 from nmrun.lab.config.composition import Cache
 from nmrun.lab.keys.config import flatten
@@ -461,7 +460,7 @@ def test_an_experiment_of_a_recipe_of_ones_own_has_its_runs(tmp_path):
     strengths = [run.plain["recipe"]["strength"] for run in experiment.configs(found, "smoke")]
     assert strengths == [1, 2]
     with pytest.raises(ConfigError) as refused:
-        experiments.sections([found], "smoke", ['output_dir="a b"'], Query())
+        experiments.sections([found], "smoke", ['output_dir="a b"'], {})
     command = re.search(r"finished; nmrun (.*) makes them$", str(refused.value))
     _, *words = shlex.split(command[1])  # -m
     assert experiment.expand(words, True) == found.overrides("smoke", ['output_dir="a b"'])

@@ -120,43 +120,12 @@ def test_what_did_not_finish_with_its_error_and_command(write, report, tmp_path)
     assert document.tables[0][1] == ["step", "98.0 (1, 1 failed)"]
 
 
-def test_settings_and_environments(write, report, tmp_path):
+def test_runs_settings_and_environments(write, report, tmp_path):
+    folders = []
     for seed in (0, 1):
-        write("step", "2:4", seed, 0.98)
-        other = write("step", "2:4", seed, 0.97, optimizer__lr=0.01)
+        folders.append(write("step", "2:4", seed, 0.98))
+        folders.append(other := write("step", "2:4", seed, 0.97, optimizer__lr=0.01))
     rewrite(other, environment={"commit": "fff", "torch": "9.9"})
-    assert report("--rows", "recipe,optimizer.lr")[0] == 0
-    document = page(tmp_path)
-    runs, same, environments = document.tables[1:]
-    assert runs[0] == [
-        *("optimizer.lr", "seed", "status", "test/accuracy in %", "seconds", "folder", "command")
-    ]
-    assert [line[:4] for line in runs[1:]] == [
-        *(["0.001", "0", "finished", "98.0"], ["0.01", "0", "finished", "97.0"]),
-        *(["0.001", "1", "finished", "98.0"], ["0.01", "1", "finished", "97.0"]),
-    ]
-    common = dict(same[1:])
-    assert common["trainer.epochs"] == "12"
-    assert common["recipe"] == "step"
-    assert not {"seed", "optimizer.lr", "status", "folder"} & set(common)
-    assert sorted(environments[1:]) == [["abc", "", "3"], ["fff", "9.9", "1"]]
-    assert "made by 2 versions of the code" in document.text
-
-
-def test_what_changes_no_result_is_no_column(write, report, tmp_path):
-    write("step", "2:4", 0, 0.98, track__notes="one", trainer__log_every=1)
-    write("step", "2:4", 1, 0.97, track__notes="two", trainer__log_every=2)
-    assert report()[0] == 0
-    runs = page(tmp_path).tables[1]
-    assert runs[0][:2] == ["seed", "status"]
-    assert not [key for key in runs[0] if "." in key]
-
-
-def test_each_result_is_read_once(write, report, monkeypatch):
-    names = ("step", "ste", "dense")
-    folders = [write(name, "dense" if name == "dense" else "2:4", 0, 0.98) for name in names]
-    for folder in folders:
-        curve(folder, 0.5, 0.9)
     reads: Counter[Path] = Counter()
     read = documents.read
 
@@ -164,9 +133,22 @@ def test_each_result_is_read_once(write, report, monkeypatch):
         reads[Path(path)] += 1
         return read(path)
 
-    monkeypatch.setattr(documents, "read", counted)
-    assert report()[0] == 0
-    assert [reads[folder / "result.json"] for folder in folders] == [1, 1, 1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "read", counted)
+        assert report("--rows", "recipe,optimizer.lr")[0] == 0
+    assert [reads[folder / "result.json"] for folder in folders] == [1] * 4
+    document = page(tmp_path)
+    runs, same, made_with = document.tables[1:]
+    shown = [dict(zip(runs[0], line, strict=True)) for line in runs[1:]]
+    keys = ("optimizer.lr", "seed", "status", "test/accuracy in %")
+    assert [[line[key] for key in keys] for line in shown] == [
+        *(["0.001", "0", "finished", "98.0"], ["0.01", "0", "finished", "97.0"]),
+        *(["0.001", "1", "finished", "98.0"], ["0.01", "1", "finished", "97.0"]),
+    ]
+    assert dict(same[1:])["trainer.epochs"] == "12"
+    assert not {"seed", "optimizer.lr", "status", "folder"} & set(dict(same[1:]))
+    assert sorted(made_with[1:]) == [["commit", "abc, fff"], ["torch", "9.9"]]
+    assert "made by 2 versions of the code" in document.text
 
 
 def test_what_users_wrote_is_text(write, report, tmp_path):
@@ -183,33 +165,21 @@ def test_what_users_wrote_is_text(write, report, tmp_path):
 
 
 def test_it_divides_what_cannot_be_averaged(write, report, tmp_path):
-    """Each setting has rows of its own."""
-    for rate in (0.001, 0.01):
-        for seed in (0, 1):
-            for decay in (1e-4, 1e-3):
-                write(
-                    "sr_ste",
-                    "2:4",
-                    seed,
-                    0.9 + rate + decay,
-                    recipe__decay=decay,
-                    optimizer__lr=rate,
-                )
+    """Each setting has rows of its own, compared with the dense row of its learning rate."""
+    for seed in (0, 1):
+        for rate in (0.001, 0.01):
             write("dense", "dense", seed, 0.95, optimizer__lr=rate)
+            for decay in (1e-4, 1e-3):
+                own = {"recipe__decay": decay, "optimizer__lr": rate}
+                write("sr_ste", "2:4", seed, 0.9 + rate + decay, **own)
     assert report()[0] == 0
     document = page(tmp_path)
     assert "part-2" not in document.ids
     values, differences = document.tables[:2]
     assert values[0] == ["recipe", "optimizer.lr", "recipe.decay", "2:4"]
-    assert {tuple(line[:3]): line[3] for line in values[1:]} == {
-        ("dense", "0.001", "-"): "95.0 ± 0.0 (2)",
-        ("dense", "0.01", "-"): "95.0 ± 0.0 (2)",
-        ("sr_ste", "0.001", "0.0001"): "90.1 ± 0.0 (2)",
-        ("sr_ste", "0.001", "0.001"): "90.2 ± 0.0 (2)",
-        ("sr_ste", "0.01", "0.0001"): "91.0 ± 0.0 (2)",
-        ("sr_ste", "0.01", "0.001"): "91.1 ± 0.0 (2)",
-    }
-    # each with the dense row of its learning rate
+    assert [line[3] for line in values[1:]] == [
+        f"{mean} ± 0.0 (2)" for mean in (95.0, 95.0, 90.1, 90.2, 91.0, 91.1)
+    ]
     assert [line[:3] for line in differences[1:]] == [line[:3] for line in values[3:]]
     assert "Difference to dense" in document.text
     assert report("--baseline", "sr_ste 0.01 0.001")[0] == 0

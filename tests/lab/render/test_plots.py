@@ -11,14 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from runs import rewrite
 from verbs import verb
 
-import nmrun
 from nmrun.lab.compare.runs import collect
 from nmrun.lab.compare.tables import build
 from nmrun.lab.render import plots, style
@@ -136,22 +134,6 @@ def test_learning_curves_with_step_s_switch(write, tmp_path):
     assert drawn("curves", tmp_path, logged="eval/bleu") is None
 
 
-@pytest.mark.parametrize("second_moment", ["frozen", "live"])
-def test_switch_of_a_real_step_is_marked(second_moment, write, tmp_path):
-    layer = torch.nn.Linear(8, 4)
-    optimizer = nmrun.optim.Adam(layer.parameters(), lr=0.1)
-    options = {"recipe": "step", "switch": 0.5, "second_moment": second_moment, "total_steps": 40}
-    handle = nmrun.sparsify(layer, optimizer, pattern="2:4", **{"exclude": None, **options})
-    for _ in range(40):
-        layer(torch.ones(1, 8)).sum().backward()
-        optimizer.step()
-    folder = write("step", "2:4", 0, 0.9)
-    log(folder, [{"eval/accuracy": 0.9}] * 4, events=[e.record for e in handle.pop_events()])
-    (axes,) = drawn("curves", tmp_path).axes
-    marks = [each.get_xdata()[0] for each in axes.lines if each.get_label() == "STEP's switch"]
-    assert marks == [20]  # half of 40 steps are dense
-
-
 @pytest.mark.parametrize(("factor", "how"), [(2, "linear"), (20, "log")])
 def test_metric_against_flops(factor, how, write, tmp_path):
     costs = {"2:4": factor * 2e9, "1:8": 2e9, "1:16": 1.99e9}
@@ -211,20 +193,24 @@ def test_the_label_of_narrow_axes_has_lines_and_stays_in_the_picture(write, tmp_
     assert box.y0 >= 0
 
 
-def test_rows_without_the_setting_are_lines_of_their_own(write, tmp_path):
-    for switch in (0.05, 0.5, 0.75):
-        write("step", "1:8", 0, 0.8, recipe__switch=switch)
-    write("ste", "1:8", 0, 0.7)
-    write("sr_ste", "1:8", 0, 0.9)
+def test_metric_against_a_setting(write, tmp_path):
+    """A row without it is a line of its own; the axis is logarithmic where numbers are far apart."""
+    values = {0.05: 0.8, 0.5: 0.95, 0.75: 0.9}
+    for switch, accuracy in values.items():
+        write("step", "1:8", 0, accuracy, recipe__switch=switch)
+    for recipe, accuracy in (("ste", 0.7), ("sr_ste", 0.9), ("dense", 0.99)):
+        write(recipe, "dense" if recipe == "dense" else "1:8", 0, accuracy)
     (axes,) = drawn("ratio", tmp_path, columns="recipe.switch").axes
-    levels = {str(each.get_label()): each for each in axes.lines if len(set(each.get_ydata())) == 1}
-    looks = {(levels[name].get_color(), levels[name].get_linestyle()) for name in ("STE", "SR-STE")}
-    assert (
-        len(looks) == len({colour for colour, _ in looks}) == len({line for _, line in looks}) == 2
-    )
-    assert [float(text.get_text()) for text in axes.get_xticklabels()] == [0.05, 0.5, 0.75]
-    assert list(axes.get_xticks()) == [0.05, 0.5, 0.75]
+    ((data, _, _),) = axes.containers
+    assert list(data.get_xdata()) == list(values) == list(axes.get_xticks())
+    assert list(data.get_ydata()) == pytest.approx([100 * a for a in values.values()])
+    assert [float(text.get_text()) for text in axes.get_xticklabels()] == list(values)
     assert axes.get_xscale() == "log"
+    levels = [each for each in axes.lines if str(each.get_label()) in ("STE", "SR-STE")]
+    assert [each.get_ydata()[0] for each in levels] == pytest.approx([70.0, 90.0])
+    assert len({each.get_color() for each in levels}) == 2
+    assert len({each.get_linestyle() for each in levels}) == 2
+    assert line(axes, "dense")[1] == pytest.approx([99.0, 99.0])
 
 
 def drawn_by(tmp_path: Path, *words: str) -> ElementTree.Element:
@@ -262,13 +248,15 @@ def test_a_picture_for_a_paper(write, tmp_path):
         (("--ylim", "9,a"), "--ylim: invalid limits value: '9,a'"),
         (("--ylim", "9,3"), "ylim=(9.0,3.0): it takes LOW,HIGH"),
         (("--width", "0.1"), "width=0.1: it takes a number at least 1 and at most 40"),
-        (("--kind", "curves", "--x", "recipe"), "curves are over step, epoch, seconds"),
-        (("--kind", "flops", "--x", "recipe"), "--x KEY is for --kind ratio"),
-        (("--x", "recipe.decy"), "recipe.decy: no such key in these runs"),
+        (("--x", "recipe"), "'step', 'epoch', 'seconds'"),
+        (("--cols", "recipe.decy"), "recipe.decy: no such key in these runs"),
+        (("--kind", "curves"), "has this metric at two steps or more"),
+        (("--kind", "overall"), "name it with --baseline"),
+        (("--baseline", "ste"), "--baseline is for --kind overall"),
     ],
 )
-def test_layouts_that_are_none(words, message, write, tmp_path, capsys):
-    write("ste", "2:4", 0, 0.9)
+def test_mistakes_get_one_line(words, message, write, tmp_path, capsys):
+    log(write("ste", "2:4", 0, 0.9), [{"train/loss": 2.0}] * 3 + [{"eval/accuracy": 0.8}])
     assert verb("plot", str(tmp_path / "outputs"), *words) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -292,12 +280,6 @@ def test_a_narrow_picture_leaves_its_axes_room(kind, write, tmp_path):
         assert figure.get_figwidth() == width
 
 
-def test_a_curve_has_two_points(write, tmp_path, capsys):
-    log(write("ste", "2:4", 0, 0.9), [{"train/loss": 2.0}] * 3 + [{"eval/accuracy": 0.8}])
-    assert verb("plot", str(tmp_path / "outputs"), "--kind", "curves") == 2
-    assert "has this metric at two steps or more" in capsys.readouterr().err
-
-
 def test_runs_without_rows_are_told(write, tmp_path):
     rows = [{"eval/accuracy": 0.8}] * 4
     for seed in range(2):
@@ -308,22 +290,6 @@ def test_runs_without_rows_are_told(write, tmp_path):
     assert {str(each.get_label()) for each in figure.axes[0].lines} == {
         "STE (1 without a log)", "SR-STE"
     }  # fmt: skip
-
-
-def test_metric_against_a_setting(write, tmp_path):
-    values = {1e-5: 0.9, 1e-4: 0.95, 1e-2: 0.8}
-    for decay, accuracy in values.items():
-        write("sr_ste", "2:4", 0, accuracy, recipe__decay=decay)
-    write("dense", "dense", 0, 0.99)
-    runs = collect([tmp_path])
-    table = build(runs, "test/accuracy", ["recipe"], ["recipe.decay"])
-    figure = plots.draw("ratio", History(table), "eval/accuracy")
-    (axes,) = figure.axes
-    (container,) = axes.containers
-    assert list(container[0].get_xdata()) == list(values)
-    assert list(container[0].get_ydata()) == pytest.approx([100 * a for a in values.values()])
-    assert axes.get_xscale() == "log"
-    assert line(axes, "dense")[1] == pytest.approx([99.0, 99.0])
 
 
 def test_each_of_many_recipes_has_a_panel(write, tmp_path):
@@ -344,31 +310,25 @@ def test_each_of_many_recipes_has_a_panel(write, tmp_path):
 
 
 def test_curves_over_epochs_and_seconds(write, tmp_path):
-    folder = write("ste", "2:4", 0, 0.9)
+    """Of anything that was logged, as it is."""
     speeds = [5.0, 10.0, 10.0, 2.0]  # 10 steps each: 2, 1, 1 and 5 seconds
+    rates = [0.01, 0.005, 0.001, 0.0005]
     rows = [
-        {"step": step, "epoch": (step + 19) // 20, "eval/accuracy": 0.5, "steps_per_second": speed}
-        for step, speed in zip(STEPS, speeds, strict=True)
+        {"epoch": (step + 19) // 20, "sparsity/flip_rate": rate, "steps_per_second": speed}
+        for step, rate, speed in zip(STEPS, rates, speeds, strict=True)
     ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    rewrite(folder)
-    runs = collect([tmp_path])
-    table = build(runs, "test/accuracy", ["recipe"], ["sparsity"])
+    log(write("ste", "2:4", 0, 0.9), rows)
+    table = build(collect([tmp_path]), "test/accuracy", ["recipe"], ["sparsity"])
     for x, expected in (("epoch", [0.5, 1.0, 1.5, 2.0]), ("seconds", [2.0, 3.0, 4.0, 9.0])):
-        figure = plots.draw("curves", History(table), "eval/accuracy", style.Layout(x=x))
-        (axes,) = figure.axes
-        assert line(axes, "STE")[0] == pytest.approx(expected)
+        layout = style.Layout(x=x)
+        (axes,) = plots.draw("curves", History(table), "sparsity/flip_rate", layout).axes
+        places, shown = line(axes, "STE")
+        assert places == pytest.approx(expected)
+        assert shown == pytest.approx(rates)
         assert axes.get_xlabel().startswith(x)
 
 
-def test_anything_that_was_logged_is_drawn_as_it_is(write, tmp_path):
-    rates = [0.01, 0.005, 0.001, 0.0005]
-    log(write("ste", "2:4", 0, 0.9), [{"sparsity/flip_rate": rate} for rate in rates])
-    (axes,) = drawn("curves", tmp_path, logged="sparsity/flip_rate").axes
-    assert line(axes, "STE")[1] == pytest.approx(rates)
-
-
-@pytest.mark.parametrize("kind", plots.PLOTS)
+@pytest.mark.parametrize("kind", plots.KINDS)
 def test_nothing_to_draw(kind, write, tmp_path):
     write("step", "2:4", 0, status="failed")
     assert drawn(kind, tmp_path) is None
