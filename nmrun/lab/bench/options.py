@@ -11,7 +11,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.arguments import Parser, files_of_the_command, in_range
 from nmrun.lab.bench.networks import INFERRED, NETWORKS, overrides
 from nmrun.lab.config import composition, precheck
-from nmrun.lab.config.rules import no_gpu
+from nmrun.lab.config.schema import no_gpu
 from nmrun.lab.keys.options import names
 from nmrun.patterns import Pattern, PatternError
 from nmrun.ranges import Check, whole

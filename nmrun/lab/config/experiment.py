@@ -22,7 +22,7 @@ from hydra.core.override_parser.types import Glob
 from hydra.errors import HydraException
 
 from nmrun.errors import ConfigError, raise_all, refused
-from nmrun.lab.config import command_line, launchers, precheck
+from nmrun.lab.config import command_line, precheck
 from nmrun.lab.config.composition import Cache
 from nmrun.lab.config.identity import run_folder
 from nmrun.lab.keys import options
@@ -211,7 +211,7 @@ def expand(words: Sequence[str], multirun: bool, config_dir: str | None = None) 
     default. Those of the user's own in ``config_dir`` are left as they are. Raises ConfigError for
     an unknown one, for keys that cannot be zipped, and without ``-m``.
     """
-    words = list(map(launchers.spelt_out, words))
+    words = list(map(command_line.spelt_out, words))
     values = {command_line.key(word): word.partition("=")[2] for word in words}
     if "zip" in values and not multirun:
         raise ConfigError(f"zip={values['zip']}: several values make a sweep; add -m")
@@ -245,56 +245,48 @@ def rows(words: Sequence[str]) -> list[list[str]]:
     Raises ConfigError for keys that are not swept, are zipped twice, or have different numbers of
     values.
     """
-    groups = {
-        word: word.partition("=")[2].split(",") for word in words if command_line.key(word) == "zip"
-    }
-    if not groups:
-        return [list(words)]
-    written = {command_line.key(word): word for word in words if command_line.key(word) != "zip"}
-    values: dict[str, list[str]] = {}
+    others = [word for word in words if command_line.key(word) != "zip"]
+    zips = [word for word in words if word not in others]
+    if not zips:
+        return [others]
+    written = {command_line.key(word): word for word in others}
+    keys = [zipped.partition("=")[2].split(",") for zipped in zips]
     problems = [
-        f"zip: {name} is zipped twice"
-        for name, n in Counter(itertools.chain(*groups.values())).items()
-        if n > 1
+        f"zip: {key} is zipped twice" for key, n in Counter(itertools.chain(*keys)).items() if n > 1
     ]
-    for zipped, names in groups.items():
+    axes: list[list[dict[str, str]]] = []  # the rows of each
+    for zipped, names in zip(zips, keys, strict=True):
         if len(names) < 2:
             problems.append(
                 f"{zipped}: it takes two keys or more, such as zip=sparsity,optimizer.lr"
             )
             continue
-        for name in names:
-            try:
-                values[name] = _values(written[name]) if name in written else []
-            except HydraException:  # precheck reports words that cannot be read
-                return [[word for word in words if command_line.key(word) != "zip"]]
-            if len(values[name]) < 2:
-                hint = "" if name in written else did_you_mean(name, written)
-                problems.append(
-                    f"{zipped}: {name} has no list of values here, as in {name}=a,b{hint}"
-                )
-        if len({len(values[name]) for name in names}) > 1 and all(
-            len(values[name]) > 1 for name in names
-        ):
-            counts = ", ".join(f"{name} {len(values[name])}" for name in names)
-            problems.append(
-                f"{zipped}: these keys must have as many values each, and have: {counts}"
-            )
+        try:
+            columns = [_values(written[key]) if key in written else [] for key in names]
+        except HydraException:  # precheck reports words that cannot be read
+            return [others]
+        counts = dict(zip(names, map(len, columns), strict=True))
+        problems += [
+            f"{zipped}: {key} has no list of values here, as in {key}=a,b"
+            f"{'' if key in written else did_you_mean(key, written)}"
+            for key, count in counts.items()
+            if count < 2
+        ]
+        if min(counts.values()) > 1 and len({*counts.values()}) > 1:
+            have = ", ".join(f"{key} {count}" for key, count in counts.items())
+            problems.append(f"{zipped}: these keys must have as many values each, and have: {have}")
+        axes.append([dict(zip(names, row, strict=True)) for row in zip(*columns, strict=False)])
     raise_all(problems)
     sweeps = []
-    for choice in itertools.product(*(range(len(values[names[0]])) for names in groups.values())):
-        row = {
-            name: values[name][i]
-            for i, names in zip(choice, groups.values(), strict=True)
-            for name in names
-        }
+    for choice in itertools.product(*axes):
+        row = {key: value for part in choice for key, value in part.items()}
+        sweep = [(word, row.get(command_line.key(word))) for word in others]
         sweeps.append(
             [
-                command_line.unescaped(f"{word.partition('=')[0]}={row[command_line.key(word)]}")
-                if command_line.key(word) in row
-                else word
-                for word in words
-                if command_line.key(word) != "zip"
+                word
+                if value is None
+                else command_line.unescaped(f"{word.partition('=')[0]}={value}")
+                for word, value in sweep
             ]
         )
     return sweeps

@@ -19,8 +19,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab.config.suggestions import INSTEAD
 from nmrun.lab.config.suggestions import option as option_line
 from nmrun.lab.keys import options as kinds
-from nmrun.lab.keys.fields import Field
-from nmrun.lab.keys.recipe_facts import recipe_facts
+from nmrun.lab.keys.options import Field, recipe_facts
 from nmrun.ranges import value_text
 from nmrun.recipes import RECIPES, installed
 from nmrun.registry import did_you_mean, no_such

@@ -3,10 +3,19 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from nmrun.lab.keys.fields import built
 from nmrun.lab.keys.groups import Group, Named
-from nmrun.lab.keys.ranges import PATH, SEED, is_path
-from nmrun.ranges import FLAG, OPTIONAL_TEXT, TEXT, Check, number, one_of, whole
+from nmrun.ranges import (
+    FLAG,
+    OPTIONAL_TEXT,
+    PATH,
+    SEED,
+    TEXT,
+    Check,
+    is_path,
+    number,
+    one_of,
+    whole,
+)
 
 Keys = TypeVar("Keys", bound=Group)
 SCORES = ("accuracy", "f1", "matthews", "pearson", "spearman")
@@ -39,7 +48,7 @@ class Dataset(Named):
         """The keys of ``kind``, which a data set of the user's own may have as well. Raises
         ConfigError for keys that are not there.
         """
-        return self if isinstance(self, kind) else built(kind, self.mapping(), "dataset")
+        return self if isinstance(self, kind) else kind.of(self.mapping(), "dataset")
 
 
 @dataclass(frozen=True)

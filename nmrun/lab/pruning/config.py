@@ -15,10 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from nmrun import oneshot
 from nmrun.errors import ConfigError, raise_all
 from nmrun.lab import consent
-from nmrun.lab.config import command_line, composition, precheck, rules, schema, suggestions
+from nmrun.lab.config import command_line, composition, precheck, schema, suggestions
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config, flatten
-from nmrun.lab.keys.groups import Run, ratio
+from nmrun.lab.keys.groups import Run
 from nmrun.lab.keys.models import OwnModel, Timm
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.patterns import Pattern, PatternError
@@ -102,7 +102,7 @@ def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
     keys = {*plain, *flatten(plain)}
     raise_all(filter(None, (_put(composed, override, keys) for override in overrides)))
     config = schema.check(composed)
-    raise_all(rules.refusals({**config.plain, "recipe": plain["recipe"]}))
+    raise_all(schema.refusals({**config.plain, "recipe": plain["recipe"]}))
     return config
 
 
@@ -111,10 +111,11 @@ def _put(composed: DictConfig, override: Override, keys: set[str]) -> str:
     key, value = override.key_or_group, override.value()
     if key == "sparsity":
         try:
-            pattern = None if value == "dense" else Pattern.parse(str(value))
+            node = options.node(key, "dense") if value == "dense" else {}
+            ratio = node or options.ratio(Pattern.parse(str(value)))
         except PatternError as error:
             return f"sparsity={value}: {error}"
-        OmegaConf.update(composed, key, ratio(pattern), merge=True)
+        OmegaConf.update(composed, key, ratio, merge=True)
         return ""
     if key in options.CLASSES:
         return f"{override.input_line}: the run has its own {key}; its keys ({key}.…) can change"

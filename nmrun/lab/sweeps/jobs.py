@@ -31,7 +31,6 @@ from nmrun.lab.config import (
     command_line,
     composition,
     experiment,
-    launchers,
     precheck,
     schema,
 )
@@ -52,7 +51,7 @@ composition.register()
 def main(argv: list[str]) -> int:
     """Run what a command line without a verb asks for; returns the exit status. ConfigError with
     all that is wrong."""
-    options = command_line.options(argv)
+    options = composition.options(argv)
     flags = [word for word in argv if word not in options.overrides]
     if options.hydra_help or options.shell_completion:
         _hydra(flags, options.overrides)
@@ -202,7 +201,7 @@ _outcomes: list[dict[str, Any]] = []
 def _job(composed: DictConfig) -> None:
     job = HydraConfig.get()
     workers.end_with_sweep()
-    reads = launchers.of(job.launcher._target_).signals == "read"
+    reads = precheck.launcher_of(job.launcher._target_).signals == "read"
     folder = Path(os.environ[sweep.SWEEP]) if job.mode == RunMode.MULTIRUN else None
     overrides = [command_line.unescaped(word) for word in job.overrides.task]
     with output.ends_quietly(), without_others_configs():  # jobs may run in other processes

@@ -8,8 +8,7 @@ from typing import ClassVar
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 
-from nmrun.lab.config.composition import SWEEPER
-from nmrun.lab.config.hydra_internals import BasicSweeper
+from nmrun.lab.config.composition import SWEEPER, BasicSweeper
 
 
 class NMSweeper(BasicSweeper):

@@ -12,9 +12,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nmrun import ranges
 from nmrun.errors import folded, tell
 from nmrun.lab import output
-from nmrun.lab.keys import ranges
 from nmrun.lab.keys.config import Config
 from nmrun.lab.tasks.base import evaluating
 from nmrun.lab.train.build import Parts

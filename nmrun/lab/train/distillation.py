@@ -23,10 +23,10 @@ from torch.nn import functional
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.config import Config
-from nmrun.lab.keys.ranges import START
 from nmrun.lab.runs.run_folder import activations_of, weights_in
 from nmrun.lab.tasks.base import Batch, Categorical, Task
 from nmrun.lab.train import weights
+from nmrun.ranges import START
 from nmrun.step.activations import SparseActivations
 
 

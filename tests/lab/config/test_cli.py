@@ -23,7 +23,7 @@ from verbs import python, verb
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import cli, output
-from nmrun.lab.config import command_line, composition, hydra_internals
+from nmrun.lab.config import command_line, composition
 from nmrun.lab.sweeps import jobs
 
 HEAVY = ("torch", "wandb", "pandas", "sklearn", "fairseq", "matplotlib")
@@ -346,7 +346,7 @@ def test_ctrl_c_while_hydra_composes(of, monkeypatch, capsys, tmp_path):
             raise of("'old'")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hydra_internals, "put", cut_off)
+    monkeypatch.setattr(composition, "put", cut_off)
     monkeypatch.setattr(sys, "argv", ["nmrun", "recipe=ste", "seed=0"])
     assert cli.main() == 128 + signal.SIGINT
     assert capsys.readouterr().err == ""

@@ -20,10 +20,10 @@ from verbs import verb
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare.comparison import Query
-from nmrun.lab.config import composition, experiment, identity, precheck, rules, schema
+from nmrun.lab.config import composition, experiment, identity, precheck, schema
 from nmrun.lab.config.composition import Cache
 from nmrun.lab.keys.config import flatten
-from nmrun.lab.keys.recipe_facts import recipe_facts
+from nmrun.lab.keys.options import recipe_facts
 from nmrun.lab.render import cli as report
 from nmrun.lab.render import experiments
 from nmrun.lab.runs.run_folder import weights_in
@@ -75,8 +75,8 @@ def label(config: schema.Config, key: str) -> str:
 
 @pytest.mark.parametrize(("name", "scale"), SMOKES_FIRST)
 def test_every_job_is_accepted(name, scale, monkeypatch):
-    refusals = rules.refusals  # as on a machine with the data and a GPU
-    monkeypatch.setattr(rules, "refusals", lambda plain, here: refusals(plain, False))
+    refusals = schema.refusals  # as on a machine with the data and a GPU
+    monkeypatch.setattr(schema, "refusals", lambda plain, here: refusals(plain, False))
     sweeps = experiment.expand([f"experiment={name}", f"scale={scale}"], multirun=True)
     jobs, accepted = 0, {}
     for words in sweeps:

@@ -21,7 +21,6 @@ from nmrun.lab.config import composition, schema
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import flatten
 from nmrun.lab.keys.datasets import Context, Digits, OwnDataset
-from nmrun.lab.keys.fields import fields
 from nmrun.lab.keys.groups import AdamKeys, Trainer
 from nmrun.lab.keys.models import OwnModel
 from nmrun.patterns import written
@@ -200,7 +199,7 @@ NEEDED = {  # what only the user knows
 @pytest.mark.parametrize(("group", "name"), KINDS)
 def test_every_default_is_in_its_range(group, name):
     """As far as it is a value: an interpolation is resolved later."""
-    keys = fields(options.kind(group, name))
+    keys = options.fields(options.kind(group, name))
     wrong = {
         key
         for key, field in keys.items()
@@ -214,7 +213,7 @@ def test_every_key_has_a_range_and_a_meaning():
     keys = {
         f"{group}.{key}": field
         for group, name in KINDS
-        for key, field in fields(options.kind(group, name)).items()
+        for key, field in options.fields(options.kind(group, name)).items()
     }
     free = {key for key, field in keys.items() if field.check is None}
     assert free == {"sparsity.n", "sparsity.m", "track.entity", "track.group"}
@@ -233,7 +232,7 @@ def test_what_a_class_leaves_out_is_as_above_it():
         rate: float = 0.25
         size: Annotated[int, "how many of them"] = 4
 
-    keys = fields(Below)
+    keys = options.fields(Below)
     assert list(keys) == ["names", "rate", "size"]  # its own come first
     assert {key: field.default for key, field in keys.items()} == {
         "names": ["a", "b"], "rate": 0.25, "size": 4,
@@ -241,7 +240,7 @@ def test_what_a_class_leaves_out_is_as_above_it():
     assert keys["rate"].check.allowed == "a number at least 0 and at most 1"
     assert keys["size"].check.allowed == "a whole number, 1 or more"
     assert [field.meaning for field in keys.values()] == ["which", "how much", "how many of them"]
-    assert fields(Above)["rate"].default == 0.5
+    assert options.fields(Above)["rate"].default == 0.5
 
 
 @pytest.mark.parametrize(
