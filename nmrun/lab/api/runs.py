@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -297,7 +297,7 @@ def _recipe(recipe: Recipe | type) -> dict[str, Any]:
         raise ConfigError(
             f"recipe={kind.__name__}: {', '.join(lost)}: no field, so no config has it"
         )
-    usual = options.defaults(options.fields(kind))
+    usual = options.defaults(options.fields(cast(Any, kind)))
     return settings | {
         f"recipe.{key}": value
         for key, value in values.items()

@@ -192,9 +192,10 @@ def key(word: str) -> str:
 
 
 def each_once(jobs: Iterable[Sequence[str]]) -> list[list[str]]:
-    """The words of jobs without repeats: dense training has no ratio, so one of it stands for all."""
+    """The words of jobs as one types them, without repeats: dense training has no ratio, so one of it
+    stands for all."""
     once = dict.fromkeys(
-        tuple(w for w in words if key(w) != "sparsity" or "recipe=dense" not in words)
+        tuple(unescaped(w) for w in words if key(w) != "sparsity" or "recipe=dense" not in words)
         for words in jobs
     )
     return [list(words) for words in once]

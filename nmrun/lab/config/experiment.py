@@ -33,47 +33,37 @@ from nmrun.registry import choose, did_you_mean, no_such
 
 SCALES = ("smoke", "small", "paper")
 FIGURES = ("ratio", "curves", "flops")
-REPORT: dict[str, Any] = {
-    "rows": "recipe",
-    "cols": "sparsity",
-    "metric": None,
-    "baseline": None,
-    "figures": [],
-}
 
 
-def _is_line(value: Any) -> bool:
+def _are_lines(*values: Any) -> bool:
     try:
-        return isinstance(value, str) and shlex.split(value) is not None
+        return bool(values) and all(
+            isinstance(v, str) and shlex.split(v) is not None for v in values
+        )
     except ValueError:  # a quotation mark without its partner
         return False
 
 
 def _are_sweeps(value: Any) -> bool:
-    lines = value if isinstance(value, list) else [value]
-    return bool(lines) and all(map(_is_line, lines))
+    scales = value.values() if isinstance(value, dict) else [value]
+    return all(_are_lines(*(each if isinstance(each, list) else [each])) for each in scales)
 
 
 LINE = "a line of overrides, its quotations closed"
+REPORT = {
+    **{"rows?": TEXT, "cols?": TEXT, "figures?": [str]},
+    **{"metric?": OPTIONAL_TEXT, "baseline?": OPTIONAL_TEXT},
+}
 SHAPE = {
     "title": TEXT,
     "source": TEXT,
     "note?": OPTIONAL_TEXT,
-    "sweep": Check(
-        f"{LINE}, a list of such lines, or either of them for each scale",
-        lambda value: all(map(_are_sweeps, value.values() if isinstance(value, dict) else [value])),
-    ),
+    "sweep": Check(f"{LINE}, a list of such lines, or either of them for each scale", _are_sweeps),
     "scales": Check(
         f"for each of {', '.join(SCALES)} that you want {LINE}",
-        lambda value: isinstance(value, dict) and all(map(_is_line, value.values())),
+        lambda value: isinstance(value, dict) and _are_lines(*value.values()),
     ),
-    "report?": {
-        "rows?": TEXT,
-        "cols?": TEXT,
-        "metric?": OPTIONAL_TEXT,
-        "baseline?": OPTIONAL_TEXT,
-        "figures?": [str],
-    },
+    "report?": REPORT,
     "paper?": {"source": TEXT, "values": {str: {str: object}}},
 }
 
@@ -95,13 +85,13 @@ class Experiment:
     note: str
     sweeps: dict[str, list[str]]
     scales: dict[str, str]
-    rows: str
-    cols: str
-    metric: str | None
-    baseline: str | None
-    figures: list[str]
     paper: dict[str, dict[str, str]]
     paper_source: str
+    rows: str = "recipe"
+    cols: str = "sparsity"
+    metric: str | None = None
+    baseline: str | None = None
+    figures: Sequence[str] = ()
 
     @property
     def name(self) -> str:
@@ -158,38 +148,36 @@ def load(name: str) -> Experiment:
 
 
 def _read(word: str, content: Any) -> Experiment:
-    names = [key.rstrip("?") for key in SHAPE]
+    keys = _keys(SHAPE)
     if not isinstance(content, dict):
-        raise ValueError(f"it takes the keys {', '.join(names)}")
-    _known("key", content, names)
+        raise ValueError(f"it takes the keys {', '.join(keys)}")
+    _known("key", content, keys)
     if problem := documents.misfit(content, SHAPE):
         raise ValueError(problem)
     report, paper = content.get("report", {}), content.get("paper", {"source": "", "values": {}})
-    _known("key of report", report, REPORT)
+    sweeps, scales = content["sweep"], content["scales"]
+    _known("key of report", report, _keys(REPORT))
     _known("figure", [each.partition(" ")[0] for each in report.get("figures", [])], FIGURES)
-    _known("scale", content["scales"], SCALES)
-    sweep: Any = content["sweep"]
-    by_scale: dict[str, Any] = (
-        sweep if isinstance(sweep, dict) else dict.fromkeys(content["scales"], sweep)
-    )
-    if by_scale.keys() != content["scales"].keys():
-        raise ValueError(f"sweep: one for each of {', '.join(content['scales'])}, or one for all")
+    _known("scale", scales, SCALES)
+    by_scale = sweeps if isinstance(sweeps, dict) else dict.fromkeys(scales, sweeps)
+    if by_scale.keys() != scales.keys():
+        raise ValueError(f"sweep: one for each of {', '.join(scales)}, or one for all")
+    printed = paper["values"].items()
     return Experiment(
         word=word,
         title=content["title"],
         source=content["source"],
         note=content.get("note") or "",
-        sweeps={
-            scale: [words] if isinstance(words, str) else words for scale, words in by_scale.items()
-        },
-        scales=content["scales"],
-        **{**REPORT, **report},
-        paper={
-            row: {column: str(value) for column, value in cells.items()}
-            for row, cells in paper["values"].items()
-        },
+        sweeps={key: [each] if isinstance(each, str) else each for key, each in by_scale.items()},
+        scales=scales,
+        paper={row: {key: str(value) for key, value in cells.items()} for row, cells in printed},
         paper_source=paper["source"],
+        **report,
     )
+
+
+def _keys(shape: Iterable[str]) -> list[str]:
+    return [key.rstrip("?") for key in shape]
 
 
 def _known(what: str, names: Iterable[Any], known: Collection[str]) -> None:

@@ -312,7 +312,6 @@ class _Sweep:
         unknown: dict[str, tuple[list[str], set[str]]] = {}
         having = Counter[str]()
         for words in every:
-            words = [command_line.unescaped(word) for word in words]
             if tuple(words) in jobs:
                 continue
             config, values = of_groups([*self.for_hydra, *words], cache)

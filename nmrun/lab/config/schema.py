@@ -25,7 +25,7 @@ from nmrun.lab.keys import options
 from nmrun.lab.keys.config import SOURCE, Config, flatten
 from nmrun.lab.keys.datasets import RUNNING_TEXT
 from nmrun.lab.keys.models import Model
-from nmrun.lab.keys.options import NAMED, UNNAMED, recipe_facts
+from nmrun.lab.keys.options import NAMED, UNNAMED, Field, recipe_facts
 from nmrun.lab.runs import run_folder
 from nmrun.lab.runs.run_folder import own_weights, weights_in
 from nmrun.patterns import Pattern, PatternError, written
@@ -100,10 +100,12 @@ def _read_texts(unresolved: Mapping[str, Any], plain: dict[str, Any]) -> None:
                 _put(plain, key, command_line.parse(f"{key}={value}").value())
 
 
-def _checked(plain: Mapping[str, Any]) -> tuple[dict[str, Check], dict[str, Any]]:
-    """The ranges of a config's keys, and their values."""
+def _checked(
+    plain: Mapping[str, Any], known: Mapping[str, Mapping[str, Field]] | None = None
+) -> tuple[dict[str, Check], dict[str, Any]]:
+    """The ranges of a config's keys, and their values; ``known`` is as of ``options.of_config``."""
     checks, values = dict[str, Check](), dict[str, Any]()
-    for group, keys in options.of_config(plain).items():
+    for group, keys in (known or options.of_config(plain)).items():
         content = plain[group] if group else plain
         for key, field in keys.items():
             if field.check is not None and key in content:
@@ -137,7 +139,7 @@ def problems(plain: dict[str, Any], unsure: Collection[str] = ()) -> list[str]:
             errors |= _wrong_group(group, content, known.get(group))
         else:
             errors[f"{group}: missing; a run needs it"] = group
-    errors |= wrong_values(*_checked(plain), "")
+    errors |= wrong_values(*_checked(plain, known), "")
     return [*errors, *broken(plain, {*unsure, *errors.values()})]
 
 

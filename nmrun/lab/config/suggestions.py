@@ -121,7 +121,7 @@ def written(word: str) -> str:
         return f"write {' or '.join(f'{each}={name}' for each in places)}"
     if word in options.GROUPS:
         return f"write {word}=NAME; nmrun help {word} lists them"
-    key = "" if group and group not in options.GROUPS else as_key(word)
+    key = as_key(word)
     return f"write {key if '=' in key else f'{key}=VALUE'}" if key else ""
 
 
@@ -133,11 +133,12 @@ def as_key(word: str) -> str:
     meant = MEANT.get(leaf, leaf)
     if "=" in meant:
         return meant
-    if "." not in meant and meant not in (*options.GROUPS, *own, "debug", "experiment"):
-        having = [group for group in options.GROUPS if owners(group, meant)]
+    if meant not in (*options.GROUPS, *own, "debug", "experiment"):
+        above, _, leaf = meant.rpartition(".")
+        having = [group for group in options.GROUPS if owners(group, leaf) and above in ("", group)]
         if len(having) != 1:
             return ""
-        meant = f"{having[0]}.{meant}"
+        meant = f"{having[0]}.{leaf}"
     if not equals and meant in own and isinstance(own[meant].default, bool):
         equals, value = "=", "true"
     return f"{meant}{equals}{value}"

@@ -477,14 +477,10 @@ class Track(Named):
 class Local(Track):
     """metrics.jsonl only."""
 
-    also: Annotated[Sequence[str], "loggers: tensorboard, mlflow"] = ()
-
 
 @dataclass(frozen=True)
 class TensorBoard(Track):
     """Event files in each run's folder: tensorboard --logdir outputs."""
-
-    also: Annotated[Sequence[str], "more loggers: mlflow"] = ()
 
 
 @dataclass(frozen=True)
@@ -522,4 +518,3 @@ class MLflow(Track):
     """
 
     project: Annotated[str, TEXT, "the experiment"] = "nmrun"
-    also: Annotated[Sequence[str], "more loggers: tensorboard"] = ()
