@@ -28,7 +28,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nmrun.errors import ConfigError, first_line
+from nmrun.errors import ConfigError, first_line, raise_all
 from nmrun.lab.config import command_line, schema, suggestions
 from nmrun.lab.keys import options as groups
 from nmrun.lab.keys.config import Config
@@ -71,23 +71,22 @@ def options(argv: list[str]) -> argparse.Namespace:
     def complain(message: str) -> None:
         glued = re.match(r"argument \S*(-\w): ignored explicit argument '(.*)'", message)
         named = re.match(r"(?:unrecognized arguments|ambiguous option): (\S+)", message)
-        if not (matched := glued or named):
-            raise ConfigError(message)
-        word = "".join(matched.groups())
-        raise ConfigError(f"{word}: {_no_option(word, parser._option_string_actions)}")
+        if matched := glued or named:
+            word = "".join(matched.groups())
+            message = f"{word}: {_no_option(word, parser._option_string_actions)}"
+        raise ConfigError(message)
 
     parser.error = complain  # type: ignore[assignment, method-assign]
     parsed = parser.parse_intermixed_args(argv)
-    for name in ("config_path", "config_name", "experimental_rerun"):
-        if getattr(parsed, name) is not None:
-            raise ConfigError(
-                f"--{name.replace('_', '-')}: not for nmrun; --config-dir adds a folder of configs"
-            )
-    if (
-        len(chosen := [f"--{name}".replace("_", "-") for name in MODES if getattr(parsed, name)])
-        > 1
-    ):
-        raise ConfigError(f"{' and '.join(chosen)}: give one of them; --cfg shows a run")
+    problems = [
+        f"--{name.replace('_', '-')}: not for nmrun; --config-dir adds a folder of configs"
+        for name in ("config_path", "config_name", "experimental_rerun")
+        if getattr(parsed, name) is not None
+    ]
+    chosen = [f"--{name}".replace("_", "-") for name in MODES if getattr(parsed, name)]
+    if len(chosen) > 1:
+        problems.append(f"{' and '.join(chosen)}: give one of them; --cfg shows a run")
+    raise_all(problems)
     return parsed
 
 
@@ -282,12 +281,14 @@ def of_groups(words: Sequence[str], cache: Cache) -> tuple[DictConfig, list[Over
 def _composed_by_hydra(words: Sequence[str]) -> DictConfig:
     try:
         return compose("nmrun", list(words))
-    except RecursionError:
-        raise ConfigError("defaults: a file of yours names itself there") from None
-    except ValueError as error:
-        if type(error) is not ValueError:  # UnicodeDecodeError, ConfigError
+    except (RecursionError, ValueError) as error:
+        if isinstance(error, RecursionError):
+            line = "defaults: a file of yours names itself there"
+        elif type(error) is ValueError:  # Hydra's, of defaults that are no list
+            line = first_line(error)
+        else:  # UnicodeDecodeError, ConfigError
             raise
-        raise ConfigError(first_line(error)) from None  # Hydra's, of defaults that are no list
+        raise ConfigError(line) from None
 
 
 def _nodes(chosen: Sequence[Override], sources: Sequence[ConfigSource]) -> dict[str, Container]:

@@ -201,29 +201,27 @@ def expand(words: Sequence[str], multirun: bool, config_dir: str | None = None) 
     """
     words = list(map(command_line.spelt_out, words))
     values = {command_line.key(word): word.partition("=")[2] for word in words}
+    scale, chosen = values.get("scale", "small"), values.get("experiment", "").split(",")
+    here = {*chosen} & {*own(config_dir)}
+    others = [name for name in chosen if name not in here]
+    problems, asked = list[str](), f"experiment={values.get('experiment')}"
     if "zip" in values and not multirun:
-        raise ConfigError(f"zip={values['zip']}: several values make a sweep; add -m")
-    if "experiment" not in values:
-        if "scale" in values:
-            raise ConfigError(
-                f"scale={values['scale']}: of which experiment? Add experiment=NAME (nmrun help experiment lists all)"
-            )
-        return rows(words)
-    chosen = values["experiment"].split(",")
-    if here := set(chosen) & set(own(config_dir)):
-        if others := [name for name in chosen if name not in here]:
-            theirs = f"{', '.join(sorted(here))} of --config-dir, {', '.join(others)} not"
-            raise ConfigError(f"experiment={values['experiment']}: {theirs}; give two commands")
+        problems.append(f"zip={values['zip']}: several values make a sweep; add -m")
+    if "scale" in values and "experiment" not in values:
+        how = "of which experiment? Add experiment=NAME (nmrun help experiment lists all)"
+        problems.append(f"scale={scale}: {how}")
+    if here and others:
+        theirs = f"{', '.join(sorted(here))} of --config-dir, {', '.join(others)} not"
+        problems.append(f"{asked}: {theirs}; give two commands")
+    raise_all(problems)
+    if here:
         return rows([w.lstrip("+") if command_line.key(w) == "experiment" else w for w in words])
+    if "experiment" not in values:
+        return rows(words)
     changes = [word for word in words if command_line.key(word) not in ("experiment", "scale")]
-    sweeps = [
-        sweep
-        for experiment in selection(values["experiment"])
-        for sweep in experiment.overrides(values.get("scale", "small"), changes)
-    ]
-    if not multirun:
-        raise ConfigError(f"experiment={values['experiment']} is a sweep: add -m")
-    return sweeps
+    every = [each.overrides(scale, changes) for each in selection(values["experiment"])]
+    raise_all([] if multirun else [f"{asked} is a sweep: add -m"])
+    return list(itertools.chain(*every))
 
 
 def rows(words: Sequence[str]) -> list[list[str]]:

@@ -23,7 +23,7 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nmrun.errors import ConfigError, extra
+from nmrun.errors import ConfigError, extra, raise_all
 from nmrun.lab.config import command_line, composition, schema, suggestions
 from nmrun.lab.config.command_line import LAUNCHER
 from nmrun.lab.config.composition import Cache, composing, of_groups, plain_errors
@@ -153,12 +153,14 @@ def read(
 
     Raises ConfigError with all that is wrong, one line each.
     """
-    if multirun and not all(sweeps):
-        raise ConfigError("-m: it takes several values of a key, as in nmrun -m seed=0,1,2")
-    if config_dir is not None and not Path(config_dir).is_dir():
-        raise ConfigError(f"--config-dir {config_dir}: no such folder")
+    options.in_folder(config_dir)  # or there is no such folder
     cache = {} if cache is None else cache
     problems: list[str] = []
+    if multirun and not all(sweeps):
+        problems.append("-m: it takes several values of a key, as in nmrun -m seed=0,1,2")
+    if len({tuple(filter(command_line.is_hydras, words)) for words in sweeps}) > 1:
+        line = "the sweeps of an experiment differ in words for Hydra: they have one launcher"
+        problems.append(line)
     jobs: dict[tuple[str, ...], Job] = {}
     launcher, hydras, known = "basic", by_hydra(sweeps, config_dir), LAUNCHERS["basic"]
     with composing(config_dir):
@@ -177,12 +179,7 @@ def read(
     if to_run and not problems:
         for job in jobs.values():
             problems += schema.refusals(job.config.plain, known.here)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    if len({tuple(filter(command_line.is_hydras, words)) for words in sweeps}) > 1:
-        raise ConfigError(
-            "the sweeps of an experiment differ in words for Hydra: they have one launcher"
-        )
+    raise_all(dict.fromkeys(problems))
     return Command(list(sweeps), list(jobs.values()), launcher, known, hydras)
 
 
@@ -305,7 +302,9 @@ class _Sweep:
     def compose(self, jobs: dict[tuple[str, ...], Job], cache: Cache) -> None:
         """Compose and check each job, and add those that are not there yet."""
         if self.count > MOST_JOBS:
-            raise ConfigError(f"a sweep of {self.count:,} jobs: one command takes {MOST_JOBS:,}")
+            line = f"a sweep of {self.count:,} jobs: one command takes {MOST_JOBS:,}"
+            self.problems.append(line)
+            return
         every = command_line.each_once(composition.product(self.overrides))
         wrong: list[str] = []
         # by key that is not in the configs of some jobs: their words, and the keys that there are

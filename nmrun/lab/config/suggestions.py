@@ -163,22 +163,19 @@ def _hint(key: str, group: str, leaf: str, keys: set[str], siblings: set[str]) -
     if how := INSTEAD.get(f"{leaf.lower()}="):
         return f"; {how}"
     meant = MEANT.get(leaf.lower(), "")
-    if meant and (meant.partition("=")[0] in keys or " or " in meant):
+    if meant.partition("=")[0] in keys:
         return f"; did you mean {meant}?"
     leaf = meant.rpartition(".")[2] or leaf
-    if meant and group and (having := owners(group, leaf)):
-        return _belongs(f"{group}.{leaf}", group, having)
+    same = sorted(name for name in keys if name.rpartition(".")[2] == leaf and "." in name)
     if group and leaf in keys:
-        return f"; did you mean {leaf}?"
-    if same := sorted(name for name in keys if name.rpartition(".")[2] == leaf and "." in name):
+        same = [leaf]
+    if same:
         return f"; did you mean {' or '.join(same)}?"
-    for other in () if group else options.NAMED:
+    for other in [group] if group else options.NAMED:
         if having := owners(other, leaf):
             return _belongs(f"{other}.{leaf}" if meant else leaf, other, having)
     near = near_key(key, {name for name in siblings if not name.endswith(".name")})
-    if not near and not group:
-        near = near_key(key, keys)
-    return near
+    return near if near or group else near_key(key, keys)
 
 
 def near_key(key: str, keys: Iterable[str]) -> str:
