@@ -46,6 +46,8 @@ def spelt_out(word: str) -> str:
 def own_recipe(words: list[str], config_dir: str | None = None) -> list[str]:
     """The overrides, in which ``++`` lets Hydra add the keys of a user's own recipe class."""
     keys = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in words}
+    if keys.keys().isdisjoint({"recipe", "recipe._target_"}):
+        return words
     files = groups.in_folder(config_dir).get("recipe", ())
     own = {file.stem for file in files if b"_target_" in file.read_bytes()} | {*installed()}
     if "recipe._target_" not in keys and own.isdisjoint(keys.get("recipe", "").split(",")):

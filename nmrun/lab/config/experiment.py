@@ -155,11 +155,12 @@ def _read(word: str, content: Any) -> Experiment:
     if problem := documents.misfit(content, SHAPE):
         raise ValueError(problem)
     report, paper = content.get("report", {}), content.get("paper", {"source": "", "values": {}})
-    sweeps, scales = content["sweep"], content["scales"]
+    scales: dict[str, str] = content["scales"]
+    sweep: Any = content["sweep"]
     _known("key of report", report, _keys(REPORT))
     _known("figure", [each.partition(" ")[0] for each in report.get("figures", [])], FIGURES)
     _known("scale", scales, SCALES)
-    by_scale = sweeps if isinstance(sweeps, dict) else dict.fromkeys(scales, sweeps)
+    by_scale: dict[str, Any] = sweep if isinstance(sweep, dict) else dict.fromkeys(scales, sweep)
     if by_scale.keys() != scales.keys():
         raise ValueError(f"sweep: one for each of {', '.join(scales)}, or one for all")
     printed = paper["values"].items()
@@ -202,7 +203,7 @@ def expand(words: Sequence[str], multirun: bool, config_dir: str | None = None) 
     words = list(map(command_line.spelt_out, words))
     values = {command_line.key(word): word.partition("=")[2] for word in words}
     scale, chosen = values.get("scale", "small"), values.get("experiment", "").split(",")
-    here = {*chosen} & {*own(config_dir)}
+    here = {*chosen} & {*own(config_dir)} if "experiment" in values else set()
     others = [name for name in chosen if name not in here]
     problems, asked = list[str](), f"experiment={values.get('experiment')}"
     if "zip" in values and not multirun:

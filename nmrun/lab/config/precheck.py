@@ -317,8 +317,9 @@ class _Sweep:
             for override in values:
                 key = override.key_or_group
                 if override.is_add() and OmegaConf.select(config, key, default=_word) is not _word:
-                    line = override.input_line
-                    wrong.append(f"{line}: {key} is there already; write it without +")
+                    wrong.append(
+                        f"{override.input_line}: {key} is there already; write it without +"
+                    )
                 elif not _put(config, override) and key.partition(".")[0] not in self.unsure:
                     plain: Any = OmegaConf.to_container(config, resolve=False)
                     of_jobs, keys = unknown.setdefault(key, ([], set()))

@@ -154,50 +154,46 @@ def _decay(optimizer: Mapping[str, Any], model: Mapping[str, Any]) -> str:
 
 def _wrong_group(
     group: str, content: dict[str, Any], keys: Collection[str] | None
-) -> dict[str, str]:
+) -> Iterator[tuple[str, str]]:
     """The problems of a group, such as unknown or missing keys, each with the key that is wrong.
     ``keys`` is None where they are not known."""
-    if "_target_" in content and group in ("dataset", "model", "recipe"):
-        return _wrong_own(group, content)
-    name = content.get("name")
-    if group == "recipe" and name == "custom":
-        return {f"recipe=custom needs recipe._target_={RECIPE_CLASS}": group}
-    if keys is not None and (group != "recipe" or name in RECIPES):
+    own, name = group in ("dataset", "model", "recipe"), content.get("name")
+    if own and "_target_" in content:
+        yield from _wrong_own(group, content)
+    elif group == "recipe" and name == "custom":
+        yield f"recipe=custom needs recipe._target_={RECIPE_CLASS}", group
+    elif keys is not None and (group != "recipe" or name in RECIPES):
         every = [*keys] if group in UNNAMED else ["name", *keys]
-        return {} if content.keys() == {*every} else wrong_keys(group, every, content)
-    if name is None:
-        own = ", or name: and _target_: of your own" if group in ("dataset", "model") else ""
-        how = f"its file needs defaults: [OPTION], what it builds on{own}"
-        return {f"{group}.name: missing; {how}": group}
-    names = [*RECIPES, "custom"] if group == "recipe" else options.names(group)
-    line = f"{group}.name={value_text(name)}: "
-    line += no_such(group, value_text(name), names, f"nmrun help {group}")
-    if "name_in_timm" in content:
-        line += "; timm's networks are named by model.name_in_timm"
-    elif group in ("dataset", "model", "recipe"):
-        line += "; a file of yours has _target_: module.name or defaults: [OPTION]"
-    return {line: group}
+        if content.keys() != {*every}:
+            yield from wrong_keys(group, every, content)
+    elif name is None:
+        how = "its file needs defaults: [OPTION], what it builds on"
+        how += ", or name: and _target_: of your own" if own and group != "recipe" else ""
+        yield f"{group}.name: missing; {how}", group
+    else:
+        names = [*RECIPES, "custom"] if group == "recipe" else options.names(group)
+        line = no_such(group, value_text(name), names, f"nmrun help {group}")
+        if "name_in_timm" in content:
+            line += "; timm's networks are named by model.name_in_timm"
+        elif own:
+            line += "; a file of yours has _target_: module.name or defaults: [OPTION]"
+        yield f"{group}.name={value_text(name)}: {line}", group
 
 
-def _wrong_own(group: str, content: dict[str, Any]) -> dict[str, str]:
+def _wrong_own(group: str, content: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Likewise of something of the user's own."""
-    target, errors = str(content["_target_"]), {}
+    target, name = str(content["_target_"]), content.get("name")
     if not is_path(target):
         takes = RECIPE_CLASS if group == "recipe" else "package.function"
-        errors[f"{group}._target_={target}: it takes {takes}"] = f"{group}._target_"
-    if group == "recipe":
-        return errors or _wrong_name(group, _recipe_name(content))
-    if content.get("name") is None:
+        yield f"{group}._target_={target}: it takes {takes}", f"{group}._target_"
+    elif group == "recipe":
+        name = _recipe_name(content)
+    if name is None and group != "recipe":
         line = f"{group}.name: missing; write name: NAME beside _target_: {target} in its file"
-        return errors | {line: f"{group}.name"}
-    return errors | _wrong_name(group, str(content["name"]))
-
-
-def _wrong_name(group: str, name: str) -> dict[str, str]:
-    if re.fullmatch(r"[\w.-]+", name) and name.strip("."):
-        return {}
-    takes = "it names a folder: letters, digits, and . _ -, and not points alone"
-    return {f"{group}.name={name}: {takes}": f"{group}.name"}
+        yield line, f"{group}.name"
+    elif name is not None and not re.fullmatch(r"(?!\.+$)[\w.-]+", str(name)):
+        takes = "it names a folder: letters, digits, and . _ -, and not points alone"
+        yield f"{group}.name={name}: {takes}", f"{group}.name"
 
 
 def _recipe_name(recipe: dict[str, Any]) -> str:
@@ -427,8 +423,9 @@ def _no_weights(plain: dict[str, Any]) -> Iterator[str]:
 
 def _no_teacher(plain: dict[str, Any]) -> Iterator[str]:
     model = plain["model"]
-    trained = "_target_" in model or options.kind("model", model["name"]).trained
-    if plain["trainer"]["distill"] == START and plain["init"] is None and not trained:
+    if plain["trainer"]["distill"] != START or plain["init"] is not None or "_target_" in model:
+        return
+    if not options.kind("model", model["name"]).trained:
         yield (
             f"trainer.distill=start: model={model['name']} begins with random weights in its "
             "head or everywhere, which teach nothing; take the folder of a finished run"

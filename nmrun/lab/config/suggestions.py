@@ -4,7 +4,7 @@ by spelling."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -224,14 +224,17 @@ def owners(group: str, leaf: str) -> list[str]:
     return [name for name in names if leaf in options.keys(group, name)]
 
 
-def wrong_keys(group: str, keys: Iterable[str], content: Mapping[str, Any]) -> dict[str, str]:
+def wrong_keys(
+    group: str, keys: Iterable[str], content: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
     """The keys that a group lacks or should not have: each problem with its key."""
     names, present = [f"{group}.{key}" for key in keys], [f"{group}.{key}" for key in content]
-    lacks = [name for name in names if name not in present]
-    brings = f"defaults: [{content.get('name', 'default')}] in a file of yours brings what it lacks"
-    line = f"{', '.join(lacks)}: missing; a run needs it ({brings})"
-    wrong = {line: group} if lacks else {}
-    return wrong | {no_key(name, names): name for name in present if name not in names}
+    if lacks := [name for name in names if name not in present]:
+        brings = (
+            f"defaults: [{content.get('name', 'default')}] in a file of yours brings what it lacks"
+        )
+        yield f"{', '.join(lacks)}: missing; a run needs it ({brings})", group
+    yield from ((no_key(name, names), name) for name in present if name not in names)
 
 
 def no_key(key: str, keys: Collection[str], hint: str | None = None) -> str:

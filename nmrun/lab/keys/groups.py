@@ -45,7 +45,7 @@ class Group:
         Raises ConfigError with each key of ``group`` that is not there.
         """
         keys = [key.name for key in dataclasses.fields(cls)]
-        raise_all(f"{group}.{key}: missing" for key in keys if key not in plain)
+        raise_all([f"{group}.{key}: missing" for key in keys if key not in plain])
         return cls(**{key: plain[key] for key in keys})
 
     def values(self) -> dict[str, Any]:

@@ -227,15 +227,6 @@ def test_a_new_key_changes_an_id_only_where_it_is_set(monkeypatch):
     assert identity(with_noise(0.5)) != before
 
 
-def test_all_that_a_class_of_ones_own_is_given_counts():
-    def of(**given: object) -> schema.Config:
-        recipe = {"name": "custom", "_target_": "a.b.Mine", **given}
-        config = checked()
-        return schema.Config({**config.plain, "recipe": recipe}, config.pattern)
-
-    assert len({identity(config) for config in (of(), of(decay=0.0), of(decay=2e-4))}) == 3
-
-
 def test_what_decays_is_what_it_comes_to():
     for line in ("optimizer=adamw", "optimizer=sgd,model=resnet20,recipe=ste"):
         assert same(checked(line), checked(line, **{"optimizer.decay": "all"}))
