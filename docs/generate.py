@@ -24,7 +24,7 @@ from measured import PICTURE, output, result, results, upper
 from nmrun import ranges
 from nmrun.lab.config import reference
 from nmrun.lab.config.reference import Key, Option
-from nmrun.lab.keys.recipe_facts import kept, of_class
+from nmrun.lab.keys.options import kept, of_class
 from nmrun.recipes import RECIPES
 from nmrun.registry import imported
 

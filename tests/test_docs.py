@@ -18,7 +18,7 @@ from runs import mistakes
 import nmrun.lab.cli as cli
 import nmrun.lab.sweeps.jobs
 from nmrun.errors import ConfigError
-from nmrun.lab.config import command_line, experiment, launchers, rules
+from nmrun.lab.config import command_line, composition, experiment, schema
 from nmrun.lab.config.composition import Cache
 
 ROOT = Path(__file__).parent.parent
@@ -66,10 +66,10 @@ def test_commands_are_accepted(command, tmp_path, monkeypatch):
     if words and words[0] in cli.all_verbs():
         assert is_parsed(words)
         return
-    monkeypatch.setattr(rules, "DEVICES", (str(tmp_path),))  # a machine with a GPU
+    monkeypatch.setattr(schema, "DEVICES", (str(tmp_path),))  # a machine with a GPU
     # Hydra's launchers are extras
-    settings = [word for word in words if not launchers.spelt_out(word).startswith("hydra")]
-    asked = command_line.options(settings)
+    settings = [word for word in words if not command_line.spelt_out(word).startswith("hydra")]
+    asked = composition.options(settings)
     for overrides in experiment.expand(asked.overrides, asked.multirun):
         words = command_line.own_recipe(overrides)
         # one seed of many is as good as another

@@ -90,10 +90,10 @@ def _main(argv: list[str]) -> int:
         print(f"nmrun {nmrun.__version__}")
         return 0
     output.waiting("checking the settings")
-    from nmrun.lab.config import command_line
+    from nmrun.lab.config import composition
     from nmrun.lab.sweeps import jobs
 
-    options = command_line.options(argv)
+    options = composition.options(argv)
     if options.help:  # abbreviated
         return explain([])
     for word in options.overrides:

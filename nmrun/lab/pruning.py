@@ -24,7 +24,6 @@ from nmrun.lab.config import (
     command_line,
     composition,
     precheck,
-    rules,
     schema,
     sources,
     suggestions,
@@ -32,7 +31,7 @@ from nmrun.lab.config import (
 from nmrun.lab.config.identity import changed, identity, run_folder, title
 from nmrun.lab.keys import options as options_of
 from nmrun.lab.keys.config import Config, flatten
-from nmrun.lab.keys.groups import Run, ratio
+from nmrun.lab.keys.groups import Run
 from nmrun.lab.keys.models import OwnModel, Timm
 from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import (
@@ -174,7 +173,8 @@ def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
         key, value = override.key_or_group, override.value()
         if key == "sparsity":
             with refused(f"sparsity={value}: ", PatternError):
-                value = ratio(None if value == "dense" else Pattern.parse(str(value)))
+                node = options_of.node(key, "dense") if value == "dense" else {}
+                value = node or options_of.ratio(Pattern.parse(str(value)))
             OmegaConf.update(composed, key, value, merge=True)
         elif key in options_of.CLASSES:
             line = (
@@ -187,7 +187,7 @@ def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
             problems.append(suggestions.line(key, keys))
     raise_all(problems)
     config = schema.check(composed)
-    raise_all(rules.refusals({**config.plain, "recipe": plain["recipe"]}))
+    raise_all(schema.refusals({**config.plain, "recipe": plain["recipe"]}))
     return config
 
 

@@ -21,8 +21,8 @@ from nmrun import recipes
 from nmrun.errors import ConfigError, RunError, refused
 from nmrun.lab import arguments, output
 from nmrun.lab.compare.runs import collect, summary
-from nmrun.lab.config import command_line, launchers
-from nmrun.lab.keys import fields, options
+from nmrun.lab.config import command_line, composition
+from nmrun.lab.keys import options
 from nmrun.lab.records import sweep as record
 from nmrun.lab.records.sweep import recorded
 from nmrun.lab.runs.run_folder import METRICS, RunFolder, metrics_of
@@ -125,7 +125,7 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
         RunError: where no run has a result.
     """
     typed, config_dir = parse(overrides, {}, multirun=True)
-    for word in filter(command_line.is_hydras, map(launchers.spelt_out, typed)):
+    for word in filter(command_line.is_hydras, map(command_line.spelt_out, typed)):
         raise ConfigError(f"{word}: Hydra's launchers are for the command line, nmrun -m")
     asked = jobs.checked(typed, multirun=True, config_dir=config_dir)
     command = command_line.typed(config_dir, ["-m", *typed])
@@ -231,7 +231,7 @@ def parse(
     """
     with refused(f"{overrides}: ", ValueError):
         words = shlex.split(overrides) if isinstance(overrides, str) else list(overrides or [])
-    given = command_line.options([*words, *words_of(settings)])
+    given = composition.options([*words, *words_of(settings)])
     allowed = {"overrides", "config_dir"} | ({"multirun"} if multirun else set())
     for name in (name for name, value in vars(given).items() if value and name not in allowed):
         hint = "; nmrun.sweep does several runs" if name == "multirun" else ""
@@ -281,7 +281,7 @@ def _recipe(recipe: Recipe | type) -> dict[str, Any]:
         raise ConfigError(
             f"recipe={kind.__name__}: {', '.join(lost)}: no field, so no config has it"
         )
-    usual = fields.defaults(fields.fields(cast(Any, kind)))
+    usual = options.defaults(options.fields(cast(Any, kind)))
     return settings | {
         f"recipe.{key}": value
         for key, value in values.items()

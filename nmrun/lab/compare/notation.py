@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nmrun import ranges
-from nmrun.lab.keys.recipe_facts import recipe_facts
+from nmrun.lab.keys.options import recipe_facts
 from nmrun.patterns import Pattern, PatternError
 from nmrun.recipes import RECIPES
 

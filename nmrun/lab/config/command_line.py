@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import re
 import shlex
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,61 +28,26 @@ from nmrun.lab.config.suggestions import RATIOS
 from nmrun.lab.keys import options as groups
 from nmrun.ranges import plain
 from nmrun.recipes import installed
-from nmrun.registry import did_you_mean, no_such
 
 # texts that Hydra reads without quotes; of letters it takes those of ASCII
 PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.-]*")
 
 
-MODES = ("run", "multirun", "cfg", "info", "shell_completion")  # of Hydra's options
-# of Hydra's own those that a run or a sweep needs
-OPTIONS = ("--multirun", "--config-dir", "--cfg", "--help", "--version")
+LAUNCHER = "hydra/launcher"
 
 
-def options(argv: list[str]) -> argparse.Namespace:
-    """Hydra's own options by name, and the other arguments as ``overrides``.
-
-    Raises ConfigError for an option that does not exist, or that nmrun has no use for.
-    """
-    from nmrun.lab.config.hydra_internals import get_args_parser  # whose plugins take their time
-
-    parser = get_args_parser()
-
-    def complain(message: str) -> None:
-        glued = re.match(r"argument \S*(-\w): ignored explicit argument '(.*)'", message)
-        named = re.match(r"(?:unrecognized arguments|ambiguous option): (\S+)", message)
-        if not (matched := glued or named):
-            raise ConfigError(message)
-        word = "".join(matched.groups())
-        raise ConfigError(f"{word}: {_no_option(word, parser._option_string_actions)}")
-
-    parser.error = complain  # type: ignore[assignment, method-assign]
-    parsed = parser.parse_intermixed_args(argv)
-    for name in ("config_path", "config_name", "experimental_rerun"):
-        if getattr(parsed, name) is not None:
-            raise ConfigError(
-                f"--{name.replace('_', '-')}: not for nmrun; --config-dir adds a folder of configs"
-            )
-    if (
-        len(chosen := [f"--{name}".replace("_", "-") for name in MODES if getattr(parsed, name)])
-        > 1
-    ):
-        raise ConfigError(f"{' and '.join(chosen)}: give one of them; --cfg shows a run")
-    return parsed
-
-
-def _no_option(word: str, there: Collection[str]) -> str:
-    option, letters = word.partition("=")[0], word.lstrip("-")
-    if how := suggestions.INSTEAD.get(option):
-        return f"no such option; {how}"
-    if len(letters.partition("=")[0]) > 1 and (key := suggestions.as_key(letters)):
-        return f"no such option; keys are written without dashes: {key}"
-    return no_such("option", option, OPTIONS, hint=did_you_mean(option, there))
+def spelt_out(word: str) -> str:
+    """The word for Hydra that ``launcher=slurm`` or ``launcher.partition=gpu`` stands for; any other
+    as it is."""
+    named = re.sub(r"^launcher=", f"{LAUNCHER}=", word)
+    return re.sub(r"^([+~]*)launcher\.", r"\1hydra.launcher.", named)
 
 
 def own_recipe(words: list[str], config_dir: str | None = None) -> list[str]:
     """The overrides, in which ``++`` lets Hydra add the keys of a user's own recipe class."""
     keys = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in words}
+    if keys.keys().isdisjoint({"recipe", "recipe._target_"}):
+        return words
     files = groups.in_folder(config_dir).get("recipe", ())
     own = {file.stem for file in files if b"_target_" in file.read_bytes()} | {*installed()}
     if "recipe._target_" not in keys and own.isdisjoint(keys.get("recipe", "").split(",")):
@@ -230,9 +194,10 @@ def key(word: str) -> str:
 
 
 def each_once(jobs: Iterable[Sequence[str]]) -> list[list[str]]:
-    """The words of jobs without repeats: dense training has no ratio, so one of it stands for all."""
+    """The words of jobs as one types them, without repeats: dense training has no ratio, so one of it
+    stands for all."""
     once = dict.fromkeys(
-        tuple(w for w in words if key(w) != "sparsity" or "recipe=dense" not in words)
+        tuple(unescaped(w) for w in words if key(w) != "sparsity" or "recipe=dense" not in words)
         for words in jobs
     )
     return [list(words) for words in once]

@@ -1,18 +1,22 @@
-"""Hydra over the classes of keys and the files of ``conf``.
+"""Hydra over the classes of keys and the files of ``conf``: its options, and a config of overrides.
 
-The config source ``nm://`` serves every option of every group with the defaults of its class.
+The config source ``nm://`` serves every option of every group with the defaults of its class. What
+Hydra has in private no other module names; ``tests/lab/config/test_composition.py`` has what is
+relied on, for a Hydra that changes it.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import pickle
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import re
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-from hydra import compose
-from hydra.core.config_loader import ConfigLoader
-from hydra.core.config_search_path import ConfigSearchPath
+from hydra import compose, version
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
@@ -24,19 +28,22 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nmrun import recipes
-from nmrun.errors import ConfigError, first_line
-from nmrun.lab.config import command_line, hydra_internals, launchers, schema
-from nmrun.lab.config.launchers import Launcher
-from nmrun.lab.keys import options
+from nmrun.errors import ConfigError, first_line, raise_all
+from nmrun.lab.config import command_line, schema, suggestions
+from nmrun.lab.keys import options as groups
 from nmrun.lab.keys.config import Config
-from nmrun.lab.keys.fields import defaults
-from nmrun.lab.keys.groups import ratio
 from nmrun.lab.signals import of_interrupt
-from nmrun.patterns import Pattern, PatternError
-from nmrun.registry import find
+from nmrun.patterns import PatternError
+from nmrun.registry import did_you_mean, find, no_such
 
-RATIO = "sparsity"
+Plugins.instance()  # reloads Hydra's own plugins, so the next lines import the classes in use
+from hydra._internal.config_loader_impl import ConfigLoaderImpl  # noqa: E402
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E402
+from hydra._internal.hydra import Hydra  # noqa: E402
+from hydra._internal.utils import create_config_search_path, get_args_parser  # noqa: E402
+
+__all__ = ["BasicSweeper"]
+
 KEYS = "keys"  # the config of the keys that are in no group
 
 # Hydra instantiates only sweepers of the package hydra_plugins; see nmrun.lab.sweeps.jobs
@@ -45,6 +52,55 @@ SWEEPER: dict[str, Any] = {
     "max_batch_size": None,
     "params": None,
 }
+HYDRAS = ("hydra", "_dummy_empty_config_.yaml")  # in its ConfigStore
+Cache = dict[tuple[str, ...], bytes]  # pickled: that is copied four times as fast
+
+# --- its options ------------------------------------------------------------------------------------
+
+MODES = ("run", "multirun", "cfg", "info", "shell_completion")  # of Hydra's options
+# of Hydra's own those that a run or a sweep needs
+OPTIONS = ("--multirun", "--config-dir", "--cfg", "--help", "--version")
+
+
+def options(argv: list[str]) -> argparse.Namespace:
+    """Hydra's own options by name, and the other arguments as ``overrides``.
+
+    Raises ConfigError for an option that does not exist, or that nmrun has no use for.
+    """
+    parser = get_args_parser()
+
+    def complain(message: str) -> None:
+        glued = re.match(r"argument \S*(-\w): ignored explicit argument '(.*)'", message)
+        named = re.match(r"(?:unrecognized arguments|ambiguous option): (\S+)", message)
+        if matched := glued or named:
+            word = "".join(matched.groups())
+            message = f"{word}: {_no_option(word, parser._option_string_actions)}"
+        raise ConfigError(message)
+
+    parser.error = complain  # type: ignore[assignment, method-assign]
+    parsed = parser.parse_intermixed_args(argv)
+    problems = [
+        f"--{name.replace('_', '-')}: not for nmrun; --config-dir adds a folder of configs"
+        for name in ("config_path", "config_name", "experimental_rerun")
+        if getattr(parsed, name) is not None
+    ]
+    chosen = [f"--{name}".replace("_", "-") for name in MODES if getattr(parsed, name)]
+    if len(chosen) > 1:
+        problems.append(f"{' and '.join(chosen)}: give one of them; --cfg shows a run")
+    raise_all(problems)
+    return parsed
+
+
+def _no_option(word: str, there: Collection[str]) -> str:
+    option, letters = word.partition("=")[0], word.lstrip("-")
+    if how := suggestions.INSTEAD.get(option):
+        return f"no such option; {how}"
+    if len(letters.partition("=")[0]) > 1 and (key := suggestions.as_key(letters)):
+        return f"no such option; keys are written without dashes: {key}"
+    return no_such("option", option, OPTIONS, hint=did_you_mean(option, there))
+
+
+# --- the source of configs --------------------------------------------------------------------------
 
 
 class ClassSource(ConfigSource):
@@ -55,6 +111,10 @@ class ClassSource(ConfigSource):
     mypkg.recipes.Mine}``. ``keys`` has the keys that are in no group.
     """
 
+    def __init__(self, provider: str, path: str) -> None:
+        super().__init__(provider, path)
+        self.nodes: dict[str, dict[str, Any] | None] = {}  # looked up so far
+
     @staticmethod
     def scheme() -> str:
         return "nm"
@@ -63,42 +123,34 @@ class ClassSource(ConfigSource):
         return True
 
     def is_group(self, config_path: str) -> bool:
-        return config_path.strip("/") in ("", *options.GROUPS)
+        return config_path.strip("/") in ("", *groups.GROUPS)
 
     def is_config(self, config_path: str) -> bool:
-        group, _, name = config_path.removesuffix(".yaml").rpartition("/")
-        if group not in options.GROUPS:
-            return config_path.removesuffix(".yaml") == KEYS
-        return (group == RATIO and ":" in name) or name in options.names(group)
+        path = config_path.removesuffix(".yaml")
+        if path not in self.nodes:
+            group, _, name = path.rpartition("/")
+            if group not in groups.GROUPS and path != KEYS:
+                return False
+            try:
+                self.nodes[path] = groups.node(group, name)
+            except PatternError as error:
+                raise ConfigCompositionException(str(error)) from None
+        return self.nodes[path] is not None
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Answer a config, as Hydra asks for it: ``sparsity/2:8``, ``recipe/step``, ``model/resnet18``."""
-        group, _, name = config_path.removesuffix(".yaml").rpartition("/")
-        try:
-            content = _node(group, name)
-        except PatternError as error:
-            raise ConfigCompositionException(str(error)) from None
+        path = config_path.removesuffix(".yaml")
+        group, config = path.rpartition("/")[0], OmegaConf.create(self.nodes[path] or {})
         header: dict[str, str | None] = {"package": group or "_global_"}
-        path, config = self.full_path(), OmegaConf.create(content)
-        return ConfigResult(provider=self.provider, path=path, config=config, header=header)
+        return ConfigResult(self.provider, self.full_path(), config, header)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """The options of a group, for Hydra's help and completion."""
         path = config_path.strip("/")
         if path == "":
-            return list(options.GROUPS) if results_filter in (None, ObjectType.GROUP) else []
-        served = options.names(path) if path in options.GROUPS else []
+            return list(groups.GROUPS) if results_filter in (None, ObjectType.GROUP) else []
+        served = groups.names(path) if path in groups.GROUPS else []
         return served if results_filter in (None, ObjectType.CONFIG) else []
-
-
-def _node(group: str, name: str) -> dict[str, Any]:
-    values = defaults(options.keys(group, name))
-    if group == RATIO and name != "dense":
-        return values | ratio(Pattern.parse(name))
-    if not group or group in options.UNNAMED:
-        return values
-    target = recipes.installed().get(name) if group == "recipe" else None
-    return {"name": name, **values, **({"_target_": target} if target else {})}
 
 
 class ClassSearchPath(SearchPathPlugin):
@@ -122,6 +174,9 @@ def _digest(dataset: str) -> str:
     return str(find("dataset.sha256", "nmrun.lab.tasks.text.files.stdlib_digest", {})(dataset))
 
 
+# --- composition ------------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
     """Turn errors of Hydra and OmegaConf into ConfigErrors of one line, while entered."""
@@ -136,17 +191,25 @@ def plain_errors() -> Iterator[None]:
         raise ConfigError(line) from None
 
 
-HYDRAS = ("hydra", "_dummy_empty_config_.yaml")  # in its ConfigStore
-Cache = dict[tuple[str, ...], bytes]  # pickled: that is copied four times as fast
-
-
 @contextlib.contextmanager
 def composing(config_dir: str | None = None) -> Iterator[None]:
-    """Let ``hydra.compose("nmrun", words)`` compose a config of nmrun, while the context is
-    entered."""
+    """Let ``hydra.compose("nmrun", words)`` compose a config of nmrun and of a folder of more
+    configs, while the context is entered. Whoever had initialised Hydra before finds it so again."""
     register()
-    with without_others_configs(), hydra_internals.initialized("nmrun.conf", config_dir):
-        yield
+    search_path = create_config_search_path("pkg://nmrun.conf")
+    if config_dir is not None:
+        place = f"file://{Path(config_dir).absolute()}"
+        search_path.prepend("command-line", place, SearchPathQuery(provider="schema"))
+    before, base = GlobalHydra.instance().hydra, version.getbase()
+    GlobalHydra.instance().clear()
+    version.setbase("1.3")
+    try:
+        with without_others_configs():
+            Hydra.create_main_hydra2("nmrun", search_path)
+            yield
+    finally:
+        GlobalHydra.instance().hydra = before
+        version.VersionBase.instance().version_base = base
 
 
 @contextlib.contextmanager
@@ -165,67 +228,15 @@ def without_others_configs() -> Iterator[None]:
         store.repo = everything
 
 
-def composed(words: Sequence[str], cache: Cache) -> DictConfig:
-    """What ``hydra.compose("nmrun", words)`` composes. It takes a tenth of the time where only
-    recipe, ratio and values of keys differ from a config in ``cache``, which is added to.
-    """
-    config, values = of_groups(words, cache)
-    for override in values:
-        hydra_internals.put(config, override)
-    return config
+def put(config: DictConfig, override: Override) -> None:
+    """Set, add or delete a key of a composed config. Raises ConfigCompositionException."""
+    ConfigLoaderImpl._apply_overrides_to_config([override], config)
 
 
-def of_groups(words: Sequence[str], cache: Cache) -> tuple[DictConfig, list[Override]]:
-    """The config by the options of groups among the words; and the other overrides, of keys, which
-    are to be put in. ``cache`` is as of :func:`composed`."""
-    overrides = [command_line.parse(word) for word in words]
-    loader = GlobalHydra.instance().config_loader()
-    values = [override for override in overrides if _sets_a_value(override, loader)]
-    groups = [override for override in overrides if override not in values]
-    every = tuple(override.input_line or "" for override in groups)
-    if every not in cache:
-        nodes = _nodes(groups, loader)
-        choices = tuple(o.input_line or "" for o in groups if o.key_or_group not in nodes)
-        if choices not in cache:
-            cache[choices] = pickle.dumps(_composed_by_hydra(choices))
-        with_nodes = pickle.loads(cache[choices])
-        with_nodes.update(nodes)
-        cache[every] = pickle.dumps(with_nodes)
-    return pickle.loads(cache[every]), values
-
-
-def _composed_by_hydra(words: Sequence[str]) -> DictConfig:
-    try:
-        return compose("nmrun", list(words))
-    except RecursionError:
-        raise ConfigError("defaults: a file of yours names itself there") from None
-    except ValueError as error:
-        if type(error) is not ValueError:  # UnicodeDecodeError, ConfigError
-            raise
-        raise ConfigError(first_line(error)) from None  # Hydra's, of defaults that are no list
-
-
-class Sweep(NamedTuple):
-    """What Hydra's settings say of a sweep: its launcher, and what that is; and the overrides of
-    ``hydra.sweeper.params``."""
-
-    launcher: str
-    known: Launcher
-    params: list[Override]
-
-
-def sweep(overrides: Sequence[Override]) -> Sweep | None:
-    """The settings of a sweep with these overrides. None where they cannot be composed, which the
-    jobs then tell."""
-    fixed = [o.input_line or "" for o in overrides if not o.is_sweep_override()]
-    try:
-        settings = compose("nmrun", fixed, return_hydra_config=True).hydra
-        params = settings.sweeper.params or {}
-        swept = [command_line.parse(f"{key}={values}") for key, values in params.items()]
-    except (HydraException, OmegaConfBaseException):
-        return None
-    name = str(settings.runtime.choices["hydra/launcher"])
-    return Sweep(name, launchers.of(settings.launcher._target_), swept)
+def product(overrides: Sequence[Override]) -> list[list[str]]:
+    """The words of each job of a sweep."""
+    jobs: list[list[str]] = BasicSweeper.split_arguments(list(overrides), None)[0]
+    return jobs
 
 
 def config_of(
@@ -236,32 +247,67 @@ def config_of(
         return schema.check(composed(words, {} if cache is None else cache))
 
 
-def _nodes(groups: Sequence[Override], loader: ConfigLoader) -> dict[str, Container]:
+def composed(words: Sequence[str], cache: Cache) -> DictConfig:
+    """What ``hydra.compose("nmrun", words)`` composes. It takes a tenth of the time where only
+    recipe, ratio and values of keys differ from a config in ``cache``, which is added to.
+    """
+    config, values = of_groups(words, cache)
+    for override in values:
+        put(config, override)
+    return config
+
+
+def of_groups(words: Sequence[str], cache: Cache) -> tuple[DictConfig, list[Override]]:
+    """The config by the options of groups among the words; and the other overrides, of keys, which
+    are to be put in. ``cache`` is as of :func:`composed`."""
+    sources = GlobalHydra.instance().config_loader().get_sources()
+    values, chosen = list[Override](), list[Override]()
+    for override in map(command_line.parse, words):
+        key, value = override.key_or_group, override.value()
+        of_key = "." in key or isinstance(value, dict) or not any(s.is_group(key) for s in sources)
+        plain = not (override.is_sweep_override() or override.is_hydra_override())
+        (values if plain and of_key else chosen).append(override)
+    every = tuple(override.input_line or "" for override in chosen)
+    if every not in cache:
+        nodes = _nodes(chosen, sources)
+        others = tuple(o.input_line or "" for o in chosen if o.key_or_group not in nodes)
+        if others not in cache:
+            cache[others] = pickle.dumps(_composed_by_hydra(others))
+        with_nodes = pickle.loads(cache[others])
+        with_nodes.update(nodes)
+        cache[every] = pickle.dumps(with_nodes)
+    return pickle.loads(cache[every]), values
+
+
+def _composed_by_hydra(words: Sequence[str]) -> DictConfig:
+    try:
+        return compose("nmrun", list(words))
+    except (RecursionError, ValueError) as error:
+        if isinstance(error, RecursionError):
+            line = "defaults: a file of yours names itself there"
+        elif type(error) is ValueError:  # Hydra's, of defaults that are no list
+            line = first_line(error)
+        else:  # UnicodeDecodeError, ConfigError
+            raise
+        raise ConfigError(line) from None
+
+
+def _nodes(chosen: Sequence[Override], sources: Sequence[ConfigSource]) -> dict[str, Container]:
     """By group, the configs of the options that ``nm://`` serves: they change nothing but their
     group.
 
     None where a user's own configs are looked through, or beside an overlay such as ``debug``.
     """
-    names = [override.key_or_group for override in groups]
-    others = any(source.provider == "command-line" for source in loader.get_sources())
-    overlays = {name for name in names if not name.startswith("hydra/")} - {*options.GROUPS}
-    if others or overlays:
+    names = [o.key_or_group for o in chosen if not o.key_or_group.startswith("hydra/")]
+    if any(s.provider == "command-line" for s in sources) or not {*names} <= {*groups.GROUPS}:
         return {}
     nodes: dict[str, Container] = {}
-    for override in groups:
+    for override in chosen:
         group, option = override.key_or_group, override.value()
-        plain = override.type is OverrideType.CHANGE and isinstance(option, str)
-        if plain and group in options.GROUPS and names.count(group) == 1:
+        once = override.type is OverrideType.CHANGE and names.count(group) == 1
+        if once and isinstance(option, str):
             path = f"{group}/{option}"
-            source = next((each for each in loader.get_sources() if each.is_config(path)), None)
+            source = next((each for each in sources if each.is_config(path)), None)
             if isinstance(source, ClassSource):
                 nodes[group] = source.load_config(path).config
     return nodes
-
-
-def _sets_a_value(override: Override, loader: ConfigLoader) -> bool:
-    if override.is_sweep_override() or override.is_hydra_override():
-        return False
-    key = override.key_or_group
-    group = "." not in key and any(source.is_group(key) for source in loader.get_sources())
-    return not group or isinstance(override.value(), dict)

@@ -22,7 +22,7 @@ from hydra.core.override_parser.types import Glob
 from hydra.errors import HydraException
 
 from nmrun.errors import ConfigError, raise_all, refused
-from nmrun.lab.config import command_line, launchers, precheck
+from nmrun.lab.config import command_line, precheck
 from nmrun.lab.config.composition import Cache
 from nmrun.lab.config.identity import run_folder
 from nmrun.lab.keys import options
@@ -33,47 +33,37 @@ from nmrun.registry import choose, did_you_mean, no_such
 
 SCALES = ("smoke", "small", "paper")
 FIGURES = ("ratio", "curves", "flops")
-REPORT: dict[str, Any] = {
-    "rows": "recipe",
-    "cols": "sparsity",
-    "metric": None,
-    "baseline": None,
-    "figures": [],
-}
 
 
-def _is_line(value: Any) -> bool:
+def _are_lines(*values: Any) -> bool:
     try:
-        return isinstance(value, str) and shlex.split(value) is not None
+        return bool(values) and all(
+            isinstance(v, str) and shlex.split(v) is not None for v in values
+        )
     except ValueError:  # a quotation mark without its partner
         return False
 
 
 def _are_sweeps(value: Any) -> bool:
-    lines = value if isinstance(value, list) else [value]
-    return bool(lines) and all(map(_is_line, lines))
+    scales = value.values() if isinstance(value, dict) else [value]
+    return all(_are_lines(*(each if isinstance(each, list) else [each])) for each in scales)
 
 
 LINE = "a line of overrides, its quotations closed"
+REPORT = {
+    **{"rows?": TEXT, "cols?": TEXT, "figures?": [str]},
+    **{"metric?": OPTIONAL_TEXT, "baseline?": OPTIONAL_TEXT},
+}
 SHAPE = {
     "title": TEXT,
     "source": TEXT,
     "note?": OPTIONAL_TEXT,
-    "sweep": Check(
-        f"{LINE}, a list of such lines, or either of them for each scale",
-        lambda value: all(map(_are_sweeps, value.values() if isinstance(value, dict) else [value])),
-    ),
+    "sweep": Check(f"{LINE}, a list of such lines, or either of them for each scale", _are_sweeps),
     "scales": Check(
         f"for each of {', '.join(SCALES)} that you want {LINE}",
-        lambda value: isinstance(value, dict) and all(map(_is_line, value.values())),
+        lambda value: isinstance(value, dict) and _are_lines(*value.values()),
     ),
-    "report?": {
-        "rows?": TEXT,
-        "cols?": TEXT,
-        "metric?": OPTIONAL_TEXT,
-        "baseline?": OPTIONAL_TEXT,
-        "figures?": [str],
-    },
+    "report?": REPORT,
     "paper?": {"source": TEXT, "values": {str: {str: object}}},
 }
 
@@ -95,13 +85,13 @@ class Experiment:
     note: str
     sweeps: dict[str, list[str]]
     scales: dict[str, str]
-    rows: str
-    cols: str
-    metric: str | None
-    baseline: str | None
-    figures: list[str]
     paper: dict[str, dict[str, str]]
     paper_source: str
+    rows: str = "recipe"
+    cols: str = "sparsity"
+    metric: str | None = None
+    baseline: str | None = None
+    figures: Sequence[str] = ()
 
     @property
     def name(self) -> str:
@@ -158,38 +148,37 @@ def load(name: str) -> Experiment:
 
 
 def _read(word: str, content: Any) -> Experiment:
-    names = [key.rstrip("?") for key in SHAPE]
+    keys = _keys(SHAPE)
     if not isinstance(content, dict):
-        raise ValueError(f"it takes the keys {', '.join(names)}")
-    _known("key", content, names)
+        raise ValueError(f"it takes the keys {', '.join(keys)}")
+    _known("key", content, keys)
     if problem := documents.misfit(content, SHAPE):
         raise ValueError(problem)
     report, paper = content.get("report", {}), content.get("paper", {"source": "", "values": {}})
-    _known("key of report", report, REPORT)
-    _known("figure", [each.partition(" ")[0] for each in report.get("figures", [])], FIGURES)
-    _known("scale", content["scales"], SCALES)
+    scales: dict[str, str] = content["scales"]
     sweep: Any = content["sweep"]
-    by_scale: dict[str, Any] = (
-        sweep if isinstance(sweep, dict) else dict.fromkeys(content["scales"], sweep)
-    )
-    if by_scale.keys() != content["scales"].keys():
-        raise ValueError(f"sweep: one for each of {', '.join(content['scales'])}, or one for all")
+    _known("key of report", report, _keys(REPORT))
+    _known("figure", [each.partition(" ")[0] for each in report.get("figures", [])], FIGURES)
+    _known("scale", scales, SCALES)
+    by_scale: dict[str, Any] = sweep if isinstance(sweep, dict) else dict.fromkeys(scales, sweep)
+    if by_scale.keys() != scales.keys():
+        raise ValueError(f"sweep: one for each of {', '.join(scales)}, or one for all")
+    printed = paper["values"].items()
     return Experiment(
         word=word,
         title=content["title"],
         source=content["source"],
         note=content.get("note") or "",
-        sweeps={
-            scale: [words] if isinstance(words, str) else words for scale, words in by_scale.items()
-        },
-        scales=content["scales"],
-        **{**REPORT, **report},
-        paper={
-            row: {column: str(value) for column, value in cells.items()}
-            for row, cells in paper["values"].items()
-        },
+        sweeps={key: [each] if isinstance(each, str) else each for key, each in by_scale.items()},
+        scales=scales,
+        paper={row: {key: str(value) for key, value in cells.items()} for row, cells in printed},
         paper_source=paper["source"],
+        **report,
     )
+
+
+def _keys(shape: Iterable[str]) -> list[str]:
+    return [key.rstrip("?") for key in shape]
 
 
 def _known(what: str, names: Iterable[Any], known: Collection[str]) -> None:
@@ -211,31 +200,29 @@ def expand(words: Sequence[str], multirun: bool, config_dir: str | None = None) 
     default. Those of the user's own in ``config_dir`` are left as they are. Raises ConfigError for
     an unknown one, for keys that cannot be zipped, and without ``-m``.
     """
-    words = list(map(launchers.spelt_out, words))
+    words = list(map(command_line.spelt_out, words))
     values = {command_line.key(word): word.partition("=")[2] for word in words}
+    scale, chosen = values.get("scale", "small"), values.get("experiment", "").split(",")
+    here = {*chosen} & {*own(config_dir)} if "experiment" in values else set()
+    others = [name for name in chosen if name not in here]
+    problems, asked = list[str](), f"experiment={values.get('experiment')}"
     if "zip" in values and not multirun:
-        raise ConfigError(f"zip={values['zip']}: several values make a sweep; add -m")
-    if "experiment" not in values:
-        if "scale" in values:
-            raise ConfigError(
-                f"scale={values['scale']}: of which experiment? Add experiment=NAME (nmrun help experiment lists all)"
-            )
-        return rows(words)
-    chosen = values["experiment"].split(",")
-    if here := set(chosen) & set(own(config_dir)):
-        if others := [name for name in chosen if name not in here]:
-            theirs = f"{', '.join(sorted(here))} of --config-dir, {', '.join(others)} not"
-            raise ConfigError(f"experiment={values['experiment']}: {theirs}; give two commands")
+        problems.append(f"zip={values['zip']}: several values make a sweep; add -m")
+    if "scale" in values and "experiment" not in values:
+        how = "of which experiment? Add experiment=NAME (nmrun help experiment lists all)"
+        problems.append(f"scale={scale}: {how}")
+    if here and others:
+        theirs = f"{', '.join(sorted(here))} of --config-dir, {', '.join(others)} not"
+        problems.append(f"{asked}: {theirs}; give two commands")
+    raise_all(problems)
+    if here:
         return rows([w.lstrip("+") if command_line.key(w) == "experiment" else w for w in words])
+    if "experiment" not in values:
+        return rows(words)
     changes = [word for word in words if command_line.key(word) not in ("experiment", "scale")]
-    sweeps = [
-        sweep
-        for experiment in selection(values["experiment"])
-        for sweep in experiment.overrides(values.get("scale", "small"), changes)
-    ]
-    if not multirun:
-        raise ConfigError(f"experiment={values['experiment']} is a sweep: add -m")
-    return sweeps
+    every = [each.overrides(scale, changes) for each in selection(values["experiment"])]
+    raise_all([] if multirun else [f"{asked} is a sweep: add -m"])
+    return list(itertools.chain(*every))
 
 
 def rows(words: Sequence[str]) -> list[list[str]]:
@@ -245,56 +232,48 @@ def rows(words: Sequence[str]) -> list[list[str]]:
     Raises ConfigError for keys that are not swept, are zipped twice, or have different numbers of
     values.
     """
-    groups = {
-        word: word.partition("=")[2].split(",") for word in words if command_line.key(word) == "zip"
-    }
-    if not groups:
-        return [list(words)]
-    written = {command_line.key(word): word for word in words if command_line.key(word) != "zip"}
-    values: dict[str, list[str]] = {}
+    others = [word for word in words if command_line.key(word) != "zip"]
+    zips = [word for word in words if word not in others]
+    if not zips:
+        return [others]
+    written = {command_line.key(word): word for word in others}
+    keys = [zipped.partition("=")[2].split(",") for zipped in zips]
     problems = [
-        f"zip: {name} is zipped twice"
-        for name, n in Counter(itertools.chain(*groups.values())).items()
-        if n > 1
+        f"zip: {key} is zipped twice" for key, n in Counter(itertools.chain(*keys)).items() if n > 1
     ]
-    for zipped, names in groups.items():
+    axes: list[list[dict[str, str]]] = []  # the rows of each
+    for zipped, names in zip(zips, keys, strict=True):
         if len(names) < 2:
             problems.append(
                 f"{zipped}: it takes two keys or more, such as zip=sparsity,optimizer.lr"
             )
             continue
-        for name in names:
-            try:
-                values[name] = _values(written[name]) if name in written else []
-            except HydraException:  # precheck reports words that cannot be read
-                return [[word for word in words if command_line.key(word) != "zip"]]
-            if len(values[name]) < 2:
-                hint = "" if name in written else did_you_mean(name, written)
-                problems.append(
-                    f"{zipped}: {name} has no list of values here, as in {name}=a,b{hint}"
-                )
-        if len({len(values[name]) for name in names}) > 1 and all(
-            len(values[name]) > 1 for name in names
-        ):
-            counts = ", ".join(f"{name} {len(values[name])}" for name in names)
-            problems.append(
-                f"{zipped}: these keys must have as many values each, and have: {counts}"
-            )
+        try:
+            columns = [_values(written[key]) if key in written else [] for key in names]
+        except HydraException:  # precheck reports words that cannot be read
+            return [others]
+        counts = dict(zip(names, map(len, columns), strict=True))
+        problems += [
+            f"{zipped}: {key} has no list of values here, as in {key}=a,b"
+            f"{'' if key in written else did_you_mean(key, written)}"
+            for key, count in counts.items()
+            if count < 2
+        ]
+        if min(counts.values()) > 1 and len({*counts.values()}) > 1:
+            have = ", ".join(f"{key} {count}" for key, count in counts.items())
+            problems.append(f"{zipped}: these keys must have as many values each, and have: {have}")
+        axes.append([dict(zip(names, row, strict=True)) for row in zip(*columns, strict=False)])
     raise_all(problems)
     sweeps = []
-    for choice in itertools.product(*(range(len(values[names[0]])) for names in groups.values())):
-        row = {
-            name: values[name][i]
-            for i, names in zip(choice, groups.values(), strict=True)
-            for name in names
-        }
+    for choice in itertools.product(*axes):
+        row = {key: value for part in choice for key, value in part.items()}
+        sweep = [(word, row.get(command_line.key(word))) for word in others]
         sweeps.append(
             [
-                command_line.unescaped(f"{word.partition('=')[0]}={row[command_line.key(word)]}")
-                if command_line.key(word) in row
-                else word
-                for word in words
-                if command_line.key(word) != "zip"
+                word
+                if value is None
+                else command_line.unescaped(f"{word.partition('=')[0]}={value}")
+                for word, value in sweep
             ]
         )
     return sweeps

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nmrun.lab.config import sources
-from nmrun.lab.keys import fields, options
+from nmrun.lab.keys import options
 from nmrun.lab.keys.config import SOURCE, Config
 from nmrun.lab.runs.run_folder import FINAL, own_weights, weights_in
 from nmrun.oneshot import METHODS
@@ -44,11 +44,11 @@ def identity(config: Config) -> str:
 
     Of the keys, those count that are not at their default: a new key changes no id.
     """
-    relevant = {}
+    relevant, known = {}, options.of_config(config.plain)
     for group in GROUPS:
         value = config.plain[group]
         if isinstance(value, dict):
-            defaults = _defaults(group, value)
+            defaults = options.defaults(known.get(group, {}))
             value = {
                 key: item
                 for key, item in _counted(group, value).items()
@@ -127,14 +127,6 @@ def title(config: Config) -> str:
     if config.recipe.name in METHODS:
         how = f"{config.recipe.options['samples']} calibration samples"
     return f"{what} on {config.dataset.name} with {config.model.name}, {how}, seed {config.seed}"
-
-
-def _defaults(group: str, value: dict[str, Any]) -> dict[str, Any]:
-    """The defaults of a group's keys, without its name and without keys of the user's own."""
-    name = str(value.get("name"))
-    if "_target_" in value or (group not in options.UNNAMED and name not in options.names(group)):
-        return {}
-    return fields.defaults(options.keys(group, name))
 
 
 def run_folder(config: Config) -> Path:

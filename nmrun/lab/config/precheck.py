@@ -8,33 +8,28 @@ import itertools
 import os
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import yaml
+from hydra import compose
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
-from hydra.errors import ConfigCompositionException
+from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from nmrun.errors import ConfigError, extra
-from nmrun.lab.config import (
-    command_line,
-    composition,
-    hydra_internals,
-    rules,
-    schema,
-    suggestions,
-)
-from nmrun.lab.config.composition import RATIO, Cache, composing, of_groups, plain_errors
-from nmrun.lab.config.launchers import GROUP, LAUNCHERS, OTHER, Launcher
+from nmrun.errors import ConfigError, extra, raise_all
+from nmrun.lab.config import command_line, composition, schema, suggestions
+from nmrun.lab.config.command_line import LAUNCHER
+from nmrun.lab.config.composition import Cache, composing, of_groups, plain_errors
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config, flatten
-from nmrun.lab.keys.options import NAMED
+from nmrun.lab.keys.options import NAMED, RATIO
 from nmrun.lab.signals import of_interrupt
 from nmrun.patterns import Pattern, PatternError
 from nmrun.ranges import Check, whole
@@ -50,7 +45,62 @@ HYDRAS = {
     "hydra.sweeper.params": Check(
         "values by key, such as {seed: '0,1'}", lambda value: isinstance(value, dict | None)
     ),
+    "hydra.job.chdir": Check("false; runs go to output_dir=...", lambda value: value is not True),
 }
+# those that would do nothing here
+REFUSED = {
+    "hydra/sweeper": "nmrun -m has a sweeper of its own; nmrun tune searches settings",
+    "hydra.run.dir": "runs go to output_dir=...; leave it out",
+    "hydra.sweep.dir": "runs go to output_dir=...; leave it out",
+    "hydra.mode": "nmrun -m is what makes a sweep; leave it out",
+}
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What differs between launchers.
+
+    ``extra`` is the extra of nmrun that has it, empty for Hydra's own; ``plugin`` is Hydra's name of
+    it, and ``target`` its class. ``needs`` is a program that it calls. ``here``: its jobs run on this
+    machine. ``queues``: its jobs outlive the command.
+
+    ``signals`` is how jobs get a signal that the sweep's process gets: ``passed`` on to processes
+    that this has started, or ``read`` by them in the sweep's record. None: they do not.
+    """
+
+    extra: str
+    plugin: str
+    target: str
+    needs: str | None = None
+    here: bool = False
+    signals: Literal["passed", "read"] | None = None
+    queues: bool = False
+
+
+OTHER = Launcher("", "", "")  # of which nothing is known
+BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+JOBLIB = "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"
+SUBMITIT = "hydra_plugins.hydra_submitit_launcher.submitit_launcher."
+SLURM = Launcher(
+    "launchers", "submitit_slurm", f"{SUBMITIT}SlurmLauncher", needs="sbatch", queues=True
+)
+RAY = "hydra_plugins.hydra_ray_launcher."
+LAUNCHERS = {
+    "basic": Launcher("", "basic", BASIC, here=True),
+    "joblib": Launcher("launchers", "joblib", JOBLIB, here=True, signals="passed"),
+    "submitit_local": Launcher(
+        "launchers", "submitit_local", f"{SUBMITIT}LocalLauncher", here=True, signals="read"
+    ),
+    "slurm": SLURM,
+    "submitit_slurm": SLURM,
+    "ray": Launcher("ray", "ray", f"{RAY}ray_launcher.RayLauncher", signals="read"),
+    "ray_aws": Launcher("ray", "ray_aws", f"{RAY}ray_aws_launcher.RayAWSLauncher", signals="read"),
+}
+
+
+def launcher_of(target: str) -> Launcher:
+    """What is known of the launcher of this class, under whatever name."""
+    return next((each for each in LAUNCHERS.values() if each.target == target), OTHER)
 
 
 class Job(NamedTuple):
@@ -101,14 +151,16 @@ def read(
 
     Raises ConfigError with all that is wrong, one line each.
     """
-    if multirun and not all(sweeps):
-        raise ConfigError("-m: it takes several values of a key, as in nmrun -m seed=0,1,2")
-    if config_dir is not None and not Path(config_dir).is_dir():
-        raise ConfigError(f"--config-dir {config_dir}: no such folder")
+    options.in_folder(config_dir)  # or there is no such folder
     cache = {} if cache is None else cache
     problems: list[str] = []
+    if multirun and not all(sweeps):
+        problems.append("-m: it takes several values of a key, as in nmrun -m seed=0,1,2")
+    if len({tuple(filter(command_line.is_hydras, words)) for words in sweeps}) > 1:
+        line = "the sweeps of an experiment differ in words for Hydra: they have one launcher"
+        problems.append(line)
     jobs: dict[tuple[str, ...], Job] = {}
-    launcher, known, hydras = "basic", LAUNCHERS["basic"], by_hydra(sweeps, config_dir)
+    launcher, hydras, known = "basic", by_hydra(sweeps, config_dir), LAUNCHERS["basic"]
     with composing(config_dir):
         for words in sweeps:
             try:
@@ -124,14 +176,22 @@ def read(
                 problems += error.problems
     if to_run and not problems:
         for job in jobs.values():
-            problems += rules.refusals(job.config.plain, known.here)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    if len({tuple(filter(command_line.is_hydras, words)) for words in sweeps}) > 1:
-        raise ConfigError(
-            "the sweeps of an experiment differ in words for Hydra: they have one launcher"
-        )
+            problems += schema.refusals(job.config.plain, known.here)
+    raise_all(dict.fromkeys(problems))
     return Command(list(sweeps), list(jobs.values()), launcher, known)
+
+
+def by_hydra(sweeps: Sequence[Sequence[str]], config_dir: str | None) -> bool:
+    """Whether overrides say something to Hydra, or a file of a folder of configs speaks of it, by any
+    word: of its launcher, or of more values to sweep."""
+    if any(map(command_line.is_hydras, itertools.chain(*sweeps))):
+        return True
+    if config_dir is None:
+        return False
+    files = [file for file in Path(config_dir).rglob("*.yaml") if os.access(file, os.R_OK)]
+    return (Path(config_dir) / "hydra").is_dir() or any(
+        "hydra" in file.read_text(errors="replace") for file in files if file.is_file()
+    )
 
 
 class _Sweep:
@@ -145,15 +205,12 @@ class _Sweep:
         overrides, unreadable = command_line.parsed(words)
         self.problems += unreadable
         loader = GlobalHydra.instance().config_loader()
-        named = [str(o.value()) for o in overrides if o.key_or_group == GROUP]
-        self.launcher, missing = named[-1] if named else "basic", _refused(overrides)
+        named = [str(o.value()) for o in overrides if o.key_or_group == LAUNCHER]
+        self.launcher = named[-1] if named else "basic"
+        self.known, missing = LAUNCHERS.get(self.launcher, OTHER), _refused(overrides)
         missing += _not_here(self.launcher, loader)
-        self.known = LAUNCHERS.get(self.launcher, OTHER)
-        readable = multirun and hydras and not missing and not unreadable
-        # files may choose a launcher too, and add to what is swept
-        if readable and (settings := composition.sweep(overrides)):
-            self.launcher, self.known = settings.launcher, settings.known
-            overrides = [*settings.params, *overrides]
+        if multirun and hydras and not missing and not unreadable:
+            overrides = [*self._of_files(overrides), *overrides]
             missing += _not_here(self.launcher, loader)
         if self.launcher != "basic" and not multirun and not missing:
             missing.append(f"launcher={self.launcher}: launchers are for sweeps; add -m")
@@ -167,7 +224,7 @@ class _Sweep:
         self.for_hydra = [override.input_line or "" for override in for_hydra]
         search_path = [word for word in self.for_hydra if word.startswith("hydra.searchpath")]
         if missing:  # then what is said to it is left out
-            left_out = (GROUP, "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
+            left_out = (LAUNCHER, "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
             self.for_hydra = [w for w in self.for_hydra if not w.startswith(left_out)]
         # the last word for a key counts
         written = {o.key_or_group: o for o in overrides if o not in for_hydra}
@@ -182,96 +239,102 @@ class _Sweep:
         if not multirun and (line := _not_sparse(self.overrides)):
             self.problems.append(line)
 
+    def _of_files(self, overrides: Sequence[Override]) -> list[Override]:
+        """What files of the user's add to a sweep; they may choose its launcher too. Nothing where
+        they cannot be composed, which the jobs then tell."""
+        fixed = [o.input_line or "" for o in overrides if not o.is_sweep_override()]
+        try:
+            settings = compose("nmrun", fixed, return_hydra_config=True).hydra
+            params = settings.sweeper.params or {}
+            swept = [command_line.parse(f"{key}={values}") for key, values in params.items()]
+        except (HydraException, OmegaConfBaseException):
+            return []
+        self.launcher = str(settings.runtime.choices[LAUNCHER])
+        self.known = launcher_of(settings.launcher._target_)
+        return swept
+
     def _read(self, key: str, override: Override, options: list[str] | None) -> None:
         """Keep an override with those of its values that may be right."""
-        line, known = override.input_line, len(self.problems)
         if override.is_delete():
             self.overrides.append(override)
             return
-        several = command_line.values(override, options or [])
-        if override.package is not None:
-            self.problems.append(f"{line}: write it without @{override.package}")
-        if isinstance(override.value(), IntervalSweep):
-            self.problems.append(
-                f"{line}: a sweep takes single values; nmrun tune --over searches an interval"
-            )
-        if override.is_add() and key in NAMED:
-            self.problems.append(f"{line}: {key} is there already; write it without +")
-        if not several:
-            there_are = f"matches nothing (there are {', '.join(options)})" if options else ""
-            self.problems.append(f"{line}: {there_are or 'there is no value in it'}")
-        fits = len(self.problems) == known
-        words = list(map(_word, several))
-        if words and override.is_sweep_override() and not self.multirun:
-            first, *more = words
-            both = f", or {key}={first} track.also=[{','.join(more)}] for one run with both"
-            self.problems.append(
-                f"{line}: several values make a sweep; add -m"
-                + (both if key == "track" and "local" not in words else "")
-            )
-        twice = [word for word, count in Counter(words).items() if count > 1]
-        self.problems += [f"{line}: {word} is there twice" for word in twice]
+        words = [_word(value) for value in command_line.values(override, options or [])]
+        wrong = list(self._mistakes(key, override, words, options))
+        self.problems += wrong
+        fits = not wrong
         if options is not None:
-            wrong = {word: why for word in words if (why := _wrong_option(key, word, options))}
-            self.problems += wrong.values()
-            words = [word for word in words if word not in wrong]
-            if wrong or not fits:
+            bad = {word: why for word in words if (why := _wrong_option(key, word, options))}
+            self.problems += bad.values()
+            words = [word for word in words if word not in bad]
+            if bad or not fits:
                 self.unsure.add(key)
             fits = fits and bool(words)
-            if fits and (wrong or isinstance(override.value(), Glob)):
+            if fits and (bad or isinstance(override.value(), Glob)):
                 override = command_line.parse(f"{override.get_key_element()}={','.join(words)}")
         if fits:
             self.overrides.append(override)
             self.count *= len(words)
 
+    def _mistakes(
+        self, key: str, override: Override, words: list[str], options: list[str] | None
+    ) -> Iterator[str]:
+        """What is wrong with an override whatever its values."""
+        line = override.input_line
+        if override.package is not None:
+            yield f"{line}: write it without @{override.package}"
+        if isinstance(override.value(), IntervalSweep):
+            yield f"{line}: a sweep takes single values; nmrun tune --over searches an interval"
+        if override.is_add() and key in NAMED:
+            yield f"{line}: {key} is there already; write it without +"
+        if not words:
+            there_are = f"matches nothing (there are {', '.join(options)})" if options else ""
+            yield f"{line}: {there_are or 'there is no value in it'}"
+        elif override.is_sweep_override() and not self.multirun:
+            both = f", or {key}={words[0]} track.also=[{','.join(words[1:])}] for one run with both"
+            told = both if key == "track" and "local" not in words else ""
+            yield f"{line}: several values make a sweep; add -m{told}"
+        for word, count in Counter(words).items():
+            if count > 1:
+                yield f"{line}: {word} is there twice"
+
     def compose(self, jobs: dict[tuple[str, ...], Job], cache: Cache) -> None:
         """Compose and check each job, and add those that are not there yet."""
         if self.count > MOST_JOBS:
-            raise ConfigError(f"a sweep of {self.count:,} jobs: one command takes {MOST_JOBS:,}")
-        every = command_line.each_once(hydra_internals.product(self.overrides))
+            line = f"a sweep of {self.count:,} jobs: one command takes {MOST_JOBS:,}"
+            self.problems.append(line)
+            return
+        every = command_line.each_once(composition.product(self.overrides))
         wrong: list[str] = []
-        unknown: dict[str, _Unknown] = {}
+        # by key that is not in the configs of some jobs: their words, and the keys that there are
+        unknown: dict[str, tuple[list[str], set[str]]] = {}
+        having = Counter[str]()
         for words in every:
-            words = [command_line.unescaped(word) for word in words]
             if tuple(words) in jobs:
                 continue
             config, values = of_groups([*self.for_hydra, *words], cache)
             for override in values:
                 key = override.key_or_group
                 if override.is_add() and OmegaConf.select(config, key, default=_word) is not _word:
-                    line = override.input_line
-                    wrong.append(f"{line}: {key} is there already; write it without +")
+                    wrong.append(
+                        f"{override.input_line}: {key} is there already; write it without +"
+                    )
                 elif not _put(config, override) and key.partition(".")[0] not in self.unsure:
-                    unknown.setdefault(key, _Unknown(key)).found(words, config)
+                    plain: Any = OmegaConf.to_container(config, resolve=False)
+                    of_jobs, keys = unknown.setdefault(key, ([], set()))
+                    of_jobs += words
+                    keys |= {*plain, *flatten(plain)}
+                    having[key] += 1
             try:
                 jobs[tuple(words)] = Job(words, schema.check(config, self.unsure))
             except ConfigError as error:
                 wrong += error.problems
-        for each in unknown.values():
-            self.problems += each.lines(len(every), self.groups)
+        for key, (of_jobs, keys) in unknown.items():
+            chosen = {w: 0 for w in of_jobs if command_line.key(w) == key.partition(".")[0]}
+            if chosen and having[key] < len(every):
+                self.problems += [f"{key}: no such key with {word}" for word in chosen]
+            else:
+                self.problems.append(suggestions.line(key, keys | self.groups))
         self.problems += wrong
-
-
-class _Unknown:
-    """A key that is not in the configs of some jobs."""
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-        self.jobs: list[list[str]] = []
-        self.others: set[str] = set()  # the keys that there are
-
-    def found(self, words: list[str], config: DictConfig) -> None:
-        plain: Any = OmegaConf.to_container(config, resolve=False)
-        self.jobs.append(words)
-        self.others |= {*plain, *flatten(plain)}
-
-    def lines(self, count: int, groups: set[str]) -> list[str]:
-        """The lines for it in a sweep of so many jobs."""
-        group = self.key.partition(".")[0]
-        chosen = {w: None for words in self.jobs for w in words if command_line.key(w) == group}
-        if chosen and len(self.jobs) < count:
-            return [f"{self.key}: no such key with {word}" for word in chosen]
-        return [suggestions.line(self.key, self.others | groups)]
 
 
 def _put(config: DictConfig, override: Override) -> bool:
@@ -281,7 +344,7 @@ def _put(config: DictConfig, override: Override) -> bool:
     if changes and above and not isinstance(OmegaConf.select(config, above), DictConfig):
         return False
     try:
-        hydra_internals.put(config, override)
+        composition.put(config, override)
     except ConfigCompositionException as error:
         if not changes or of_interrupt(error):
             raise
@@ -317,42 +380,21 @@ def _wrong_option(group: str, option: str, options: list[str]) -> str | None:
     return suggestions.option(group, option, options)
 
 
-def by_hydra(sweeps: Sequence[Sequence[str]], config_dir: str | None) -> bool:
-    """Whether overrides say something to Hydra, or a file of a folder of configs speaks of it, by any
-    word: of its launcher, or of more values to sweep."""
-    if any(map(command_line.is_hydras, itertools.chain(*sweeps))):
-        return True
-    if config_dir is None:
-        return False
-    files = [file for file in Path(config_dir).rglob("*.yaml") if os.access(file, os.R_OK)]
-    return (Path(config_dir) / "hydra").is_dir() or any(
-        "hydra" in file.read_text(errors="replace") for file in files if file.is_file()
-    )
-
-
 def _refused(overrides: Sequence[Override]) -> list[str]:
     """A line for each word to Hydra that would do nothing here, or fail later."""
     problems = []
     for override in overrides:
         key, line = override.key_or_group, override.input_line
-        if key == "hydra/sweeper":
-            problems.append(
-                f"{line}: nmrun -m has a sweeper of its own; nmrun tune searches settings"
-            )
-        chdir = key == "hydra.job.chdir" and override.value() is True
-        if chdir or key in ("hydra.run.dir", "hydra.sweep.dir"):
-            problems.append(f"{line}: runs go to output_dir=...; leave it out")
-        if key == "hydra.mode":
-            problems.append(f"{line}: nmrun -m is what makes a sweep; leave it out")
-        takes = HYDRAS.get(key)
-        if takes is not None and not takes.holds(override.value()):
-            problems.append(f"{line}: it takes {takes.allowed}")
+        if key in REFUSED:
+            problems.append(f"{line}: {REFUSED[key]}")
+        elif key in HYDRAS and not HYDRAS[key].holds(override.value()):
+            problems.append(f"{line}: it takes {HYDRAS[key].allowed}")
     return problems
 
 
 def _not_here(launcher: str, loader: ConfigLoader) -> list[str]:
     """A line for a launcher that does not exist, is not installed, or has no cluster here."""
-    installed = loader.get_group_options(GROUP)
+    installed = loader.get_group_options(LAUNCHER)
     known = LAUNCHERS.get(launcher, OTHER)
     if known is OTHER and launcher not in installed:
         names = sorted({*installed, *LAUNCHERS})

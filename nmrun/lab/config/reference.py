@@ -9,18 +9,17 @@ import inspect
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from nmrun.errors import ConfigError
-from nmrun.lab.config.suggestions import INSTEAD
 from nmrun.lab.config.suggestions import option as option_line
+from nmrun.lab.config.suggestions import written
 from nmrun.lab.keys import options as kinds
-from nmrun.lab.keys.fields import Field
-from nmrun.lab.keys.recipe_facts import recipe_facts
+from nmrun.lab.keys.options import Field, recipe_facts
 from nmrun.ranges import value_text
 from nmrun.recipes import RECIPES, installed
 from nmrun.registry import did_you_mean, no_such
@@ -113,8 +112,7 @@ def options(group: str, config_dir: str | None = None) -> list[Option]:
     if group in ("", *kinds.UNNAMED):
         return [_of_class(group, "")]
     if group == "recipe":
-        builtin = [_recipe(name, path) for name, path in RECIPES.items()]
-        builtin += [_installed(name, path) for name, path in installed().items()]
+        builtin = [_recipe(name, path) for name, path in {**RECIPES, **installed()}.items()]
     else:
         builtin = [_of_class(group, name) for name in sorted(kinds.names(group))]
     return builtin + [_preset(group, file) for file in kinds.in_folder(config_dir).get(group, ())]
@@ -126,48 +124,25 @@ def _of_class(group: str, name: str) -> Option:
 
 
 def _recipe(name: str, path: str) -> Option:
-    facts = recipe_facts(path)
-    about, use = facts.about.split("\n\n")[:2]
-    return Option("recipe", name, about, _keys("recipe", facts.keys), facts.module, use)
-
-
-def _installed(name: str, path: str) -> Option:
-    """A recipe of another package, whose docstring may have any form."""
+    """A recipe, of another package too, whose docstring may have any form."""
     try:
         facts = recipe_facts(path)
     except Exception:  # what is wrong with it a run will say
         return Option("recipe", name, path, ())
-    about = " ".join(facts.about.partition("\n\n")[0].split())
-    return Option("recipe", name, about or path, _keys("recipe", facts.keys))
+    about, use = [*facts.about.split("\n\n"), ""][:2]
+    about, keys = " ".join(about.split()) or path, _keys("recipe", facts.keys)
+    if name not in RECIPES:
+        return Option("recipe", name, about, keys)
+    return Option("recipe", name, about, keys, facts.module, use)
 
 
 def _preset(group: str, file: Path) -> Option:
-    """A user's own preset. Its keys have the meanings of the class that it names."""
+    """A user's own preset: what it sets. What the keys mean is said of the option that it builds on."""
     content = kinds.read_yaml(file, str(file))
     values = content if isinstance(content, dict) else {}
-    class_fields = _class_fields(group, values)
-    fields = {
-        str(key): Field(
-            value, *(class_fields[key].check, class_fields[key].search, class_fields[key].meaning)
-        )
-        if key in class_fields
-        else Field(value, None)
-        for key, value in values.items()
-        if key not in ("name", "_target_", "defaults")
-    }
+    unsaid = ("name", "_target_", "defaults")
+    fields = {str(key): Field(value, None) for key, value in values.items() if key not in unsaid}
     return Option(group, file.stem, str(file), _keys(group, fields))
-
-
-def _class_fields(group: str, values: Mapping[str, Any]) -> Mapping[str, Field]:
-    target, above = values.get("_target_"), values.get("defaults")
-    first = above[0] if isinstance(above, list) and above else values.get("name")
-    name = str(values.get("name", first))
-    try:
-        if group == "recipe":
-            return recipe_facts(str(target)).keys if target else kinds.keys(group, name)
-        return {} if target or group not in GROUPS else kinds.keys(group, name)
-    except Exception:  # what is wrong with it a run will say
-        return {}
 
 
 def _keys(group: str, fields: Mapping[str, Field]) -> tuple[Key, ...]:
@@ -208,45 +183,52 @@ def about(topic: str, config_dir: str | None = None, others: Iterable[str] = ())
 
     Raises ConfigError for any other word, with the nearest that there is, ``others`` included.
     """
+    lines = [*_about(topic, config_dir)]
+    if not lines:
+        what, hint = "key, group, option or verb", _hint(topic, others)
+        raise ConfigError(f"{topic}: {no_such(what, topic, (), hint=hint)}")
+    return "\n".join(lines)
+
+
+def _about(topic: str, config_dir: str | None) -> Iterator[str]:
     group, equals, name = topic.partition("=")
     if group == "experiment" and name:
-        return "\n".join(_experiment(name))
-    if word := WORDS.get(topic) or WORDS.get(group):
-        lines = _wrap(word, "", "    ")
+        yield from _experiment(name)
+    elif word := WORDS.get(topic) or WORDS.get(group):
+        yield from _wrap(word, "", "    ")
         if group == "experiment":
-            lines += _experiments()
-        return "\n".join(lines)
-    if group in GROUPS:
-        choices = options(group, config_dir)
+            yield from _experiments()
+    elif group in GROUPS:
+        choices = {option.name: option for option in options(group, config_dir)}
         if equals and group != "sparsity":  # any ratio is an option there
-            return "\n".join(_option(_find(choices, group, name)))
-        return "\n".join(_option(choices[0]) if not choices[0].name else _list(choices))
-    group = topic.partition(".")[0] if "." in topic else ""
-    if group in ("", *GROUPS):
-        meanings = key_meanings(topic, options(group))
-        if meanings:
-            return "\n".join(
-                [topic, *(line for meant in meanings.items() for line in _key(*meant))]
-            )
-    named = [
-        option for group in GROUPS for option in options(group, config_dir) if option.name == topic
-    ]
-    if named:
-        return "\n".join(line for option in named for line in _option(option))
-    from nmrun.lab.config import experiment  # this imports Hydra, which no other help needs
+            if name not in choices:
+                raise ConfigError(option_line(group, name, choices))
+            yield from _option(choices[name])
+        else:
+            yield from _option(choices[""]) if "" in choices else _list(choices.values())
+    else:
+        above = topic.rpartition(".")[0].partition(".")[0]
+        if above in ("", *GROUPS) and (meanings := key_meanings(topic, options(above))):
+            yield topic
+            for key, defaults in meanings.items():
+                yield from _key(key, defaults)
+            return
+        every = [option for each in GROUPS for option in options(each, config_dir)]
+        if named := [option for option in every if option.name == topic]:
+            for option in named:
+                yield from _option(option)
+            return
+        from nmrun.lab.config import experiment  # this imports Hydra, which no other help needs
 
-    if topic in experiment.names():
-        return "\n".join(_experiment(topic))
-    what, hint = "key, group, option or verb", _hint(topic, others)
-    raise ConfigError(f"{topic}: {no_such(what, topic, (), hint=hint)}")
+        if topic in experiment.names():
+            yield from _experiment(topic)
 
 
 def _experiments() -> Iterator[str]:
     from nmrun.lab.config import experiment
 
-    for name in experiment.names():
-        found = experiment.load(name)
-        yield from _wrap(f"experiment={name}: {found.title} ({found.source})", "", "    ")
+    for found in experiment.selection("all"):
+        yield from _wrap(f"experiment={found.name}: {found.title} ({found.source})", "", "    ")
 
 
 def _experiment(name: str) -> Iterator[str]:
@@ -256,31 +238,21 @@ def _experiment(name: str) -> Iterator[str]:
     yield f"experiment={name}"
     for text in (found.title, found.source, found.note):
         yield from _wrap(text, "  ", "  ")
-    for scale in found.scales:
-        yield from _wrap(f"scale={scale}: {found.scales[scale]}", "  ", "    ")
-
-
-def _find(among: list[Option], group: str, name: str) -> Option:
-    by_name = {option.name: option for option in among}
-    if name not in by_name:
-        raise ConfigError(option_line(group, name, by_name))
-    return by_name[name]
+    for scale, words in found.scales.items():
+        yield from _wrap(f"scale={scale}: {words}", "  ", "    ")
 
 
 def _hint(topic: str, others: Iterable[str]) -> str:
-    if how := INSTEAD.get(topic):
+    if how := written(topic):
         return f"; {how}"
     keys = [key.name for group in ("", *GROUPS) for option in options(group) for key in option.keys]
-    ending = dict.fromkeys(key for key in keys if key.endswith(f".{topic}"))
-    if ending:
-        return f"; did you mean {' or '.join(ending)}?"
     names = [name for group in GROUPS for name in kinds.names(group)]
     return did_you_mean(topic, [*keys, *GROUPS, *WORDS, *others, *names])
 
 
-def _list(among: list[Option]) -> Iterator[str]:
+def _list(among: Collection[Option]) -> Iterator[str]:
     """A group's options, a paragraph each; advice comes before the recipes."""
-    if among[0].group == "recipe":
+    if "recipe" in {option.group for option in among}:
         yield from _wrap(_without_links(BEGIN_WITH), "", "")
         yield "By what you train:"
         for task, recipes in ADVICE:
@@ -299,8 +271,7 @@ def _option(option: Option) -> Iterator[str]:
             yield from _wrap(paragraph, "  ", "  ")
     for key in option.keys:
         yield key.name
-        yield from _wrap(key.meaning, "  ", "  ")
-        yield from _values(key, f"default {key.default}")
+        yield from _key(key, {key.default: []})
 
 
 def _key(key: Key, defaults: dict[str, list[str]]) -> Iterator[str]:
@@ -309,16 +280,10 @@ def _key(key: Key, defaults: dict[str, list[str]]) -> Iterator[str]:
     names = [name for owners in defaults.values() for name in owners if name]
     whose = f"of {', '.join(names)}: " if names else ""
     yield from _wrap(whose + key.meaning, "  ", "  ")
-    few = len(defaults) == 1
-    texts = (
-        value if few else f"{value} ({', '.join(owners)})" for value, owners in defaults.items()
-    )
-    yield from _values(key, f"default {'; '.join(texts)}")
-
-
-def _values(key: Key, default: str) -> Iterator[str]:
+    one = len(defaults) == 1
+    texts = (value if one else f"{value} ({', '.join(of)})" for value, of in defaults.items())
     takes = f"takes {key.takes}; " if key.takes else ""
-    yield from _wrap(takes + default, "    ", "    ")
+    yield from _wrap(f"{takes}default {'; '.join(texts)}", "    ", "    ")
 
 
 def _wrap(text: str, first: str, other: str) -> list[str]:

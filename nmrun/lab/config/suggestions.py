@@ -4,14 +4,14 @@ by spelling."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from nmrun.lab.keys import options
-from nmrun.lab.keys.ranges import is_path
 from nmrun.oneshot import METHODS
+from nmrun.ranges import is_path
 from nmrun.registry import nearest, no_such
 
 RATIOS = "sparsity.overrides"
@@ -121,7 +121,7 @@ def written(word: str) -> str:
         return f"write {' or '.join(f'{each}={name}' for each in places)}"
     if word in options.GROUPS:
         return f"write {word}=NAME; nmrun help {word} lists them"
-    key = "" if group and group not in options.GROUPS else as_key(word)
+    key = as_key(word)
     return f"write {key if '=' in key else f'{key}=VALUE'}" if key else ""
 
 
@@ -133,11 +133,12 @@ def as_key(word: str) -> str:
     meant = MEANT.get(leaf, leaf)
     if "=" in meant:
         return meant
-    if "." not in meant and meant not in (*options.GROUPS, *own, "debug", "experiment"):
-        having = [group for group in options.GROUPS if owners(group, meant)]
+    if meant not in (*options.GROUPS, *own, "debug", "experiment"):
+        above, _, leaf = meant.rpartition(".")
+        having = [group for group in options.GROUPS if owners(group, leaf) and above in ("", group)]
         if len(having) != 1:
             return ""
-        meant = f"{having[0]}.{meant}"
+        meant = f"{having[0]}.{leaf}"
     if not equals and meant in own and isinstance(own[meant].default, bool):
         equals, value = "=", "true"
     return f"{meant}{equals}{value}"
@@ -162,22 +163,19 @@ def _hint(key: str, group: str, leaf: str, keys: set[str], siblings: set[str]) -
     if how := INSTEAD.get(f"{leaf.lower()}="):
         return f"; {how}"
     meant = MEANT.get(leaf.lower(), "")
-    if meant and (meant.partition("=")[0] in keys or " or " in meant):
+    if meant.partition("=")[0] in keys:
         return f"; did you mean {meant}?"
     leaf = meant.rpartition(".")[2] or leaf
-    if meant and group and (having := owners(group, leaf)):
-        return _belongs(f"{group}.{leaf}", group, having)
+    same = sorted(name for name in keys if name.rpartition(".")[2] == leaf and "." in name)
     if group and leaf in keys:
-        return f"; did you mean {leaf}?"
-    if same := sorted(name for name in keys if name.rpartition(".")[2] == leaf and "." in name):
+        same = [leaf]
+    if same:
         return f"; did you mean {' or '.join(same)}?"
-    for other in () if group else options.NAMED:
+    for other in [group] if group else options.NAMED:
         if having := owners(other, leaf):
             return _belongs(f"{other}.{leaf}" if meant else leaf, other, having)
     near = near_key(key, {name for name in siblings if not name.endswith(".name")})
-    if not near and not group:
-        near = near_key(key, keys)
-    return near
+    return near if near or group else near_key(key, keys)
 
 
 def near_key(key: str, keys: Iterable[str]) -> str:
@@ -226,14 +224,17 @@ def owners(group: str, leaf: str) -> list[str]:
     return [name for name in names if leaf in options.keys(group, name)]
 
 
-def wrong_keys(group: str, keys: Iterable[str], content: Mapping[str, Any]) -> dict[str, str]:
+def wrong_keys(
+    group: str, keys: Iterable[str], content: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
     """The keys that a group lacks or should not have: each problem with its key."""
     names, present = [f"{group}.{key}" for key in keys], [f"{group}.{key}" for key in content]
-    lacks = [name for name in names if name not in present]
-    brings = f"defaults: [{content.get('name', 'default')}] in a file of yours brings what it lacks"
-    line = f"{', '.join(lacks)}: missing; a run needs it ({brings})"
-    wrong = {line: group} if lacks else {}
-    return wrong | {no_key(name, names): name for name in present if name not in names}
+    if lacks := [name for name in names if name not in present]:
+        brings = (
+            f"defaults: [{content.get('name', 'default')}] in a file of yours brings what it lacks"
+        )
+        yield f"{', '.join(lacks)}: missing; a run needs it ({brings})", group
+    yield from ((no_key(name, names), name) for name in present if name not in names)
 
 
 def no_key(key: str, keys: Collection[str], hint: str | None = None) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import Dataset, OwnDataset
-from nmrun.lab.keys.fields import built
 from nmrun.lab.keys.groups import Optimizer, RecipeKeys, Schedule, Sparsity, Track, Trainer
 from nmrun.lab.keys.models import Model, OwnModel
 from nmrun.patterns import Pattern
@@ -71,7 +70,7 @@ class Config:
 
     def _group(self, group: str) -> Any:
         values = self.plain[group]
-        return built(options.kind(group, str(values.get("name"))), values, group)
+        return options.kind(group, str(values.get("name"))).of(values, group)
 
     @property
     def seed(self) -> int:

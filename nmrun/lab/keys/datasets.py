@@ -3,10 +3,19 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from nmrun.lab.keys.fields import built
 from nmrun.lab.keys.groups import Group, Named
-from nmrun.lab.keys.ranges import PATH, SEED, is_path
-from nmrun.ranges import FLAG, OPTIONAL_TEXT, TEXT, Check, number, one_of, whole
+from nmrun.ranges import (
+    FLAG,
+    OPTIONAL_TEXT,
+    PATH,
+    SEED,
+    TEXT,
+    Check,
+    is_path,
+    number,
+    one_of,
+    whole,
+)
 
 Keys = TypeVar("Keys", bound=Group)
 SCORES = ("accuracy", "f1", "matthews", "pearson", "spearman")
@@ -39,7 +48,7 @@ class Dataset(Named):
         """The keys of ``kind``, which a data set of the user's own may have as well. Raises
         ConfigError for keys that are not there.
         """
-        return self if isinstance(self, kind) else built(kind, self.mapping(), "dataset")
+        return self if isinstance(self, kind) else kind.of(self.mapping(), "dataset")
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class Seeded(Group):
     split_seed: Annotated[
         int,
         SEED,
-        "which images are for training, validation and test; not changed by the run's seed",
+        "which examples are for training, validation and test; not changed by the run's seed",
     ] = 0
 
 
@@ -68,8 +77,27 @@ class Seeded(Group):
 class Fractions(Group):
     """What is cut from a data set for validation and test."""
 
-    val_fraction: Annotated[float, SHARE] = 0.05
-    test_fraction: Annotated[float, SHARE] = 0.05
+    val_fraction: Annotated[
+        float, SHARE, "share that is for validation, where that has no file of its own"
+    ] = 0.05
+    test_fraction: Annotated[
+        float, SHARE, "share that is for the test, where that has no file of its own"
+    ] = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnFiles(Fractions):
+    """Files of the user's own."""
+
+    places: ClassVar[tuple[str, ...]] = ("train", "val", "test")
+
+    train: Annotated[str, PATH, "file to train with, in NMRUN_DATA or else in the current folder"]
+    val: Annotated[
+        str | None, OPTIONAL_TEXT, "file for validation; null = a part of that for training"
+    ] = None
+    test: Annotated[
+        str | None, OPTIONAL_TEXT, "file for the test; null = a part of that for training"
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -134,8 +162,8 @@ class Digits(Fractions, Seeded, Dataset):
 
     builder: ClassVar[str] = "nmrun.lab.tasks.vision.images.digits"
 
-    val_fraction: Annotated[float, "share of all images that is for validation"] = 0.15
-    test_fraction: Annotated[float, "share of all images that is for the test"] = 0.2
+    val_fraction: float = 0.15
+    test_fraction: float = 0.2
 
 
 @dataclass(frozen=True)
@@ -238,6 +266,8 @@ TOKENIZER = Check(
 class Encoding(Group):
     """Texts for classification."""
 
+    data: ClassVar[str] = TEXTS
+
     max_length: Annotated[int, whole(8), "tokens at most; longer texts are cut"] = 128
     tokenizer: Annotated[
         str,
@@ -253,7 +283,6 @@ class GeneratedText(Encoding, Seeded, Dataset):
     language.
     """
 
-    data: ClassVar[str] = TEXTS
     builder: ClassVar[str] = "nmrun.lab.tasks.text.labelled.generated_text"
 
     size: Annotated[
@@ -261,7 +290,6 @@ class GeneratedText(Encoding, Seeded, Dataset):
         whole(1),
         "training texts; 500 others are for validation and 500 for the test",
     ] = 4000
-    split_seed: Annotated[int, "which sentences are generated; not changed by the run's seed"] = 0
     max_length: int = 32
     vocabulary: int = 1024
 
@@ -272,7 +300,6 @@ class Glue(Encoding, Seeded, Dataset):
     that is installed.
     """
 
-    data: ClassVar[str] = TEXTS
     builder: ClassVar[str] = "nmrun.lab.tasks.text.labelled.glue"
 
     task: Annotated[
@@ -286,7 +313,6 @@ class Glue(Encoding, Seeded, Dataset):
         "share of the training texts that is for validation, while the development set is the"
         " test. 0 = the development set is for validation, and there is no test",
     ] = 0.05
-    split_seed: Annotated[int, "which texts are held out; not changed by the run's seed"] = 0
     limit: Annotated[
         int | None,
         whole(1, optional=True),
@@ -295,26 +321,13 @@ class Glue(Encoding, Seeded, Dataset):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelledText(Encoding, Fractions, Seeded, Dataset):
+class LabelledText(OwnFiles, Encoding, Seeded, Dataset):
     """Texts with labels from files of your own: .csv, .tsv, .json, .jsonl or .parquet (needs
     nmrun[texts]).
     """
 
-    data: ClassVar[str] = TEXTS
-    places: ClassVar[tuple[str, ...]] = ("train", "val", "test")
     builder: ClassVar[str] = "nmrun.lab.tasks.text.labelled_files.labelled_text"
 
-    train: Annotated[
-        str, PATH, "file with the training texts, in NMRUN_DATA or else in the current folder"
-    ]
-    val: Annotated[
-        str | None,
-        OPTIONAL_TEXT,
-        "file with the validation texts; null = drawn from the training texts",
-    ] = None
-    test: Annotated[
-        str | None, OPTIONAL_TEXT, "file with the test texts; null = drawn from the training texts"
-    ] = None
     column: Annotated[str, TEXT, "column with the texts"] = "text"
     pair: Annotated[
         str | None, OPTIONAL_TEXT, "column with the second texts of pairs; null = single texts"
@@ -329,14 +342,15 @@ class LabelledText(Encoding, Fractions, Seeded, Dataset):
         "sklearn.metrics.balanced_accuracy_score",
     ] = "accuracy"
     higher_is_better: Annotated[bool, FLAG, "whether higher values of the metric are better"] = True
-    split_seed: Annotated[int, "which texts are drawn; not changed by the run's seed"] = 0
-    val_fraction: Annotated[float, "share that is drawn for validation, where val is null"] = 0.1
-    test_fraction: Annotated[float, "share that is drawn for the test, where test is null"] = 0.1
+    val_fraction: float = 0.1
+    test_fraction: float = 0.1
 
 
 @dataclass(frozen=True)
 class Context(Group):
-    """What language models look back on."""
+    """Running text, and what language models look back on."""
+
+    data: ClassVar[str] = RUNNING_TEXT
 
     context: Annotated[int, whole(1), "tokens that a prediction can look back on"] = 64
 
@@ -371,7 +385,6 @@ class StdlibText(Strided, Context, Dataset):
     text that needs no download.
     """
 
-    data: ClassVar[str] = RUNNING_TEXT
     builder: ClassVar[str] = "nmrun.lab.tasks.text.files.stdlib"
 
     sha256: Annotated[str, TEXT, "hash of the text, which differs between versions of Python"] = (
@@ -392,7 +405,6 @@ class StdlibTextAll(StdlibText):
 class WikiText2(Strided, Tokenized, Dataset):
     """WikiText-2, NMRUN_DATA/wikitext-2/wiki.{train,valid,test}.tokens (or {train,valid,test}.txt)."""
 
-    data: ClassVar[str] = RUNNING_TEXT
     builder: ClassVar[str] = "nmrun.lab.tasks.text.files.wikitext"
 
     tokenizer: str = "word"
@@ -410,41 +422,16 @@ class WikiText103(WikiText2):
 class Shakespeare(Strided, Fractions, Tokenized, Dataset):
     """tiny Shakespeare, NMRUN_DATA/tinyshakespeare/input.txt: 1.1 million characters of plays."""
 
-    data: ClassVar[str] = RUNNING_TEXT
     builder: ClassVar[str] = "nmrun.lab.tasks.text.files.shakespeare"
 
-    val_fraction: Annotated[float, "share of the text, which comes before the test text"] = 0.05
-    test_fraction: Annotated[float, "share of the text, at its end"] = 0.05
     tokenizer: str = "character"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextFiles(Strided, Fractions, Tokenized, Dataset):
+class TextFiles(OwnFiles, Strided, Tokenized, Dataset):
     """Any text files."""
 
-    data: ClassVar[str] = RUNNING_TEXT
-    places: ClassVar[tuple[str, ...]] = ("train", "val", "test")
     builder: ClassVar[str] = "nmrun.lab.tasks.text.files.text_files"
-
-    train: Annotated[
-        str, PATH, "file with the training text, in NMRUN_DATA or else in the current folder"
-    ]
-    val: Annotated[
-        str | None,
-        OPTIONAL_TEXT,
-        "file with the validation text; null = cut from the end of the training text",
-    ] = None
-    test: Annotated[
-        str | None,
-        OPTIONAL_TEXT,
-        "file with the test text; null = cut from the training text too, after the validation text",
-    ] = None
-    val_fraction: Annotated[
-        float, "share of the training file that is for validation, where val is null"
-    ] = 0.05
-    test_fraction: Annotated[
-        float, "share of the training file that is for the test, where test is null"
-    ] = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -453,7 +440,6 @@ class HubText(Strided, Tokenized, Dataset):
     rows are joined by an empty line, those without a text left out.
     """
 
-    data: ClassVar[str] = RUNNING_TEXT
     builder: ClassVar[str] = "nmrun.lab.tasks.text.files.hub"
 
     path: Annotated[
@@ -490,7 +476,6 @@ class TokenBin(Strided, Context, Dataset):
     16-bit numbers.
     """
 
-    data: ClassVar[str] = RUNNING_TEXT
     places: ClassVar[tuple[str, ...]] = ("folder",)
     builder: ClassVar[str] = "nmrun.lab.tasks.text.files.token_bin"
 

@@ -1,11 +1,13 @@
 """The keys of the run itself, the ratio, the optimizer, the schedule, the trainer and tracking."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from nmrun.lab.keys.ranges import (
+from nmrun.errors import raise_all
+from nmrun.ranges import (
+    ACCELERATION,
     ACTIVATIONS,
     ARGUMENTS,
     BETAS,
@@ -14,20 +16,16 @@ from nmrun.lab.keys.ranges import (
     CLASS,
     DECAYED,
     EVALUATIONS,
+    FLAG,
+    FRACTION,
+    INPUT_GRADIENTS,
     LOGGERS,
     MILESTONES,
+    OPTIONAL_TEXT,
     PATTERN,
     RATIOS,
     SEED,
     TAGS,
-)
-from nmrun.patterns import Pattern
-from nmrun.ranges import (
-    ACCELERATION,
-    FLAG,
-    FRACTION,
-    INPUT_GRADIENTS,
-    OPTIONAL_TEXT,
     TEXT,
     WEIGHTS,
     number,
@@ -39,6 +37,16 @@ from nmrun.ranges import (
 @dataclass(frozen=True)
 class Group:
     """A group of keys, checked."""
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any], group: str) -> Self:
+        """The class with the values of ``plain``, whose other keys are left out.
+
+        Raises ConfigError with each key of ``group`` that is not there.
+        """
+        keys = [key.name for key in dataclasses.fields(cls)]
+        raise_all([f"{group}.{key}: missing" for key in keys if key not in plain])
+        return cls(**{key: plain[key] for key in keys})
 
     def values(self) -> dict[str, Any]:
         """The keys beside the name, with their values."""
@@ -118,13 +126,6 @@ class Sparsity(Group):
         FLAG,
         "true: layers whose inputs M does not divide are sparse too, with a shorter last group",
     ] = False
-
-
-def ratio(pattern: Pattern | None) -> dict[str, int | None]:
-    """The keys of a pattern; of None, those of no pattern."""
-    if pattern is None:
-        return {"n": None, "m": None, "v": 1}
-    return {"n": pattern.n, "m": pattern.m, "v": pattern.v}
 
 
 @dataclass(frozen=True)
@@ -476,14 +477,10 @@ class Track(Named):
 class Local(Track):
     """metrics.jsonl only."""
 
-    also: Annotated[Sequence[str], "loggers: tensorboard, mlflow"] = ()
-
 
 @dataclass(frozen=True)
 class TensorBoard(Track):
     """Event files in each run's folder: tensorboard --logdir outputs."""
-
-    also: Annotated[Sequence[str], "more loggers: mlflow"] = ()
 
 
 @dataclass(frozen=True)
@@ -521,4 +518,3 @@ class MLflow(Track):
     """
 
     project: Annotated[str, TEXT, "the experiment"] = "nmrun"
-    also: Annotated[Sequence[str], "more loggers: tensorboard"] = ()

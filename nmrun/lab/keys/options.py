@@ -1,29 +1,43 @@
-"""The options of each group of the config by name, and the class of each one's keys.
+"""The options of each group of the config by name, and the keys of each: type, range, default and
+meaning of a key stand in one field of a dataclass.
 
-Another installed package adds a data set or model by an entry point of the group ``nmrun.datasets``
-or ``nmrun.models``, such as ``tumours = "mypkg.keys:Tumours"``. A name of nmrun's own is not theirs
-to take. A user's folder of YAML files adds presets.
+::
+
+    lr: Annotated[float, number(0, open_low=True), "learning rate, which the schedule scales"] = 1e-3
+
+A class may give an inherited key another default, another meaning or another range; what it leaves
+out is as above it: ``lr: float = 0.05``.
+
+Recipes import torch, and help must not. So what nmrun's own classes say stands in ``recipes.json``,
+which ``docs/generate.py`` writes; any other class is imported. Another installed package adds a
+data set or model by an entry point of the group ``nmrun.datasets`` or ``nmrun.models``, such as
+``tumours = "mypkg.keys:Tumours"``. A name of nmrun's own is not theirs to take. A user's folder of
+YAML files adds presets.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import importlib
-from collections.abc import Mapping
+import inspect
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 
-from nmrun import recipes, registry
+from nmrun import ranges, recipes, registry
 from nmrun.errors import ConfigError, refused
-from nmrun.lab.keys.fields import Field, fields
-from nmrun.lab.keys.ranges import START
-from nmrun.lab.keys.recipe_facts import recipe_facts
 from nmrun.lab.runs import documents
-from nmrun.patterns import USUAL
-from nmrun.ranges import WEIGHTS
+from nmrun.patterns import USUAL, Pattern
+from nmrun.ranges import START, WEIGHTS, Check, Search
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -34,6 +48,7 @@ GROUPS = (
 UNNAMED = {"sparsity": "groups.Sparsity", "trainer": "groups.Trainer"}  # without a key ``name``
 NAMED = tuple(group for group in GROUPS if group not in UNNAMED)
 ADDED = ("dataset", "model")  # groups to which other packages add options
+RATIO = "sparsity"
 # the class of each option's keys, in this package; those of recipes are their own
 CLASSES: dict[str, dict[str, str]] = {
     "dataset": {
@@ -109,13 +124,136 @@ CLASSES: dict[str, dict[str, str]] = {
 }
 
 
+# --- the keys of a class ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Field:
+    """A key: its default as YAML reads it, its range, where ``nmrun tune`` looks for it, its
+    meaning.
+
+    ``default`` is None as well where the user has to give a value. Without a ``check`` it takes any
+    value, without a ``search`` it is not tuned.
+    """
+
+    default: Any
+    check: Check | None
+    search: Search | None = None
+    meaning: str = ""
+
+
+@functools.cache
+def fields(kind: type) -> Mapping[str, Field]:
+    """The keys of a class beside ``name``: first its own, then those of each class above it."""
+    above = kind.__mro__
+    first = {key: place for place, base in enumerate(above) for key in _annotations(base)}
+    stated: dict[str, dict[type, Any]] = {}  # a check, a search and a text, by their types
+    for base in reversed(above):
+        for name, annotation in _annotations(base).items():
+            parts = {type(part): part for part in getattr(annotation, "__metadata__", ())}
+            stated[name] = stated.get(name, {}) | parts
+    keys = {}
+    for key in sorted(dataclasses.fields(cast(Any, kind)), key=lambda key: first[key.name]):
+        if key.init and key.name != "name":  # else it is state of a recipe
+            default = None if key.default is dataclasses.MISSING else _as_yaml(key.default)
+            said = stated[key.name]
+            keys[key.name] = Field(default, said.get(Check), said.get(Search), said.get(str, ""))
+    return keys
+
+
+@functools.cache
+def _annotations(base: type) -> dict[str, Any]:
+    return inspect.get_annotations(base, eval_str=True)
+
+
+def _as_yaml(value: Any) -> Any:
+    """A default as YAML has it: a list for a tuple."""
+    return [_as_yaml(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def defaults(keys: Mapping[str, Field]) -> dict[str, Any]:
+    return {key: field.default for key, field in keys.items()}
+
+
+@dataclass(frozen=True)
+class RecipeFacts:
+    """What is on a recipe's class. ``about`` and ``module`` are the docstrings of both."""
+
+    title: str
+    takes_blocks: bool  # V:N:M patterns
+    about: str
+    module: str
+    keys: Mapping[str, Field]
+
+
+@functools.cache
+def recipe_facts(path: str) -> RecipeFacts:
+    """The facts of a class by its dotted path. Raises ValueError where it cannot be imported."""
+    if path not in kept():
+        return of_class(registry.imported(path, path))
+    facts = kept()[path]
+    keys = {
+        key: Field(each["default"], _made(each["check"]), _made(each["search"]), each["meaning"])
+        for key, each in facts["keys"].items()
+    }
+    return RecipeFacts(**{**facts, "keys": keys})
+
+
+@functools.cache
+def kept() -> dict[str, Any]:
+    """What ``recipes.json`` has, by the dotted path of a class."""
+    text = (files("nmrun.lab.keys") / "recipes.json").read_text(encoding="utf-8")
+    table: dict[str, Any] = json.loads(text)
+    return table
+
+
+def _made(call: list[Any] | None) -> Any:
+    """A check or a search: a name of ``nmrun.ranges`` with its arguments."""
+    if call is None:
+        return None
+    name, arguments, options = call
+    made = getattr(ranges, name)
+    return made(*arguments, **options) if callable(made) else made
+
+
+def of_class(kind: Any) -> RecipeFacts:
+    """The facts as the class has them; what a key means is said below ``Args:``."""
+    meanings: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        about = inspect.cleandoc(base.__doc__ or "")
+        section = re.search(r"^Args:\n((?:    .*\n?|\n)*)", about, re.M)
+        entries = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section[1] if section else "", re.M)
+        meanings |= {name: " ".join(text.split()) for name, text in entries}
+    return RecipeFacts(
+        vars(kind).get("title") or kind.name,  # not that of a class above it
+        kind.masks_are_largest and not kind.always_transposable,
+        inspect.getdoc(kind) or "",
+        inspect.getdoc(inspect.getmodule(kind)) or "",
+        {
+            key.name: dataclasses.replace(
+                fields(kind)[key.name], meaning=meanings.get(key.name, "")
+            )
+            for key in dataclasses.fields(kind)
+            if key.name in fields(kind)
+        },
+    )
+
+
+# --- options by name --------------------------------------------------------------------------------
+
+
 def names(group: str) -> list[str]:
     """The options of a group; of ``sparsity``, which takes any ratio, the usual ones."""
     if group == "recipe":
         return [*recipes.RECIPES, "custom", *recipes.installed()]
     if group in UNNAMED:
-        return ["dense", *USUAL] if group == "sparsity" else ["default"]
+        return ["dense", *USUAL] if group == RATIO else ["default"]
     return list(CLASSES[group] | dict.fromkeys(points(group)))
+
+
+def points(group: str) -> Mapping[str, EntryPoint]:
+    """The entry points of a group by name; none is imported."""
+    return registry.installed(f"nmrun.{group}s") if group in ADDED else {}
 
 
 def kind(group: str, name: str = "") -> Any:
@@ -127,47 +265,13 @@ def kind(group: str, name: str = "") -> Any:
     """
     path = UNNAMED.get(group) or CLASSES.get(group, {}).get(name) if group else "groups.Run"
     if path is None:
-        return _load(group, name)
+        return _of_others(group, name)
     module, _, leaf = path.partition(".")
     return getattr(importlib.import_module(f"{__package__}.{module}"), leaf)
 
 
-def keys(group: str, name: str = "") -> Mapping[str, Field]:
-    """The keys of an option beside its name; none of a recipe of others, which knows its keys.
-
-    Raises as :func:`kind`, of recipes as well.
-    """
-    if group != "recipe":
-        return fields(kind(group, name))
-    if name not in names(group):
-        raise KeyError(name)
-    return recipe_facts(recipes.RECIPES[name]).keys if name in recipes.RECIPES else {}
-
-
-def weights_named(config: Mapping[str, Any]) -> dict[str, str]:
-    """Where the weights are that a run reads, by the keys that name them (``nmrun.ranges.WEIGHTS``):
-    ``init``, ``trainer.distill``, and hyperparameters such as ``recipe.masks``."""
-    name = config["recipe"].get("name")
-    groups = {"": keys(""), "trainer": keys("trainer")}
-    groups |= {"recipe": keys("recipe", name)} if name in recipes.RECIPES else {}
-    named = {
-        f"{group}.{key}".lstrip("."): (config.get(group, {}) if group else config).get(key)
-        for group, fields in groups.items()
-        for key, field in fields.items()
-        if field.check is WEIGHTS
-    }
-    if named["trainer.distill"] == START:
-        named["trainer.distill"] = None
-    return {key: place for key, place in named.items() if place is not None}
-
-
-def points(group: str) -> Mapping[str, EntryPoint]:
-    """The entry points of a group by name; none is imported."""
-    return registry.installed(f"nmrun.{group}s") if group in ADDED else {}
-
-
 @functools.cache
-def _load(group: str, name: str) -> Any:
+def _of_others(group: str, name: str) -> Any:
     from nmrun.lab.keys.groups import Named
 
     point = points(group)[name]
@@ -180,12 +284,82 @@ def _load(group: str, name: str) -> Any:
     return cls
 
 
+def keys(group: str, name: str = "") -> Mapping[str, Field]:
+    """The keys of an option beside its name; none of a recipe of others, which knows its keys.
+
+    Raises as :func:`kind`, of recipes as well.
+    """
+    if group != "recipe":
+        return fields(kind(group, name))
+    if name in recipes.RECIPES:
+        return recipe_facts(recipes.RECIPES[name]).keys
+    if name not in ("custom", *recipes.installed()):
+        raise KeyError(name)
+    return {}
+
+
+def node(group: str, name: str) -> dict[str, Any] | None:
+    """The config of an option, ``{name: sgd, lr: 0.05, ...}``, of ``sparsity`` of any ratio; None
+    where there is no such option."""
+    any_ratio = group == RATIO and ":" in name
+    if group in UNNAMED and not any_ratio and name not in names(group):
+        return None
+    try:
+        values = defaults(keys(group, name))
+    except KeyError:
+        return None
+    if any_ratio or (group == RATIO and name != "dense"):
+        return values | ratio(Pattern.parse(name))
+    if not group or group in UNNAMED:
+        return values
+    target = recipes.installed().get(name) if group == "recipe" else None
+    return {"name": name, **values, **({"_target_": target} if target else {})}
+
+
+def ratio(pattern: Pattern) -> dict[str, int]:
+    """The keys of a pattern."""
+    return {"n": pattern.n, "m": pattern.m, "v": pattern.v}
+
+
+def of_config(
+    plain: Mapping[str, Any], groups: Iterable[str] = ("", *NAMED, *UNNAMED)
+) -> dict[str, Mapping[str, Field]]:
+    """The keys of a config by group (empty: those in none). A group with something of the user's
+    own or with an unknown option is left out."""
+    every = {}
+    for group in groups:
+        content = plain.get(group) if group else plain
+        if isinstance(content, dict) and (group in UNNAMED or "_target_" not in content):
+            with contextlib.suppress(KeyError):
+                every[group] = keys(group, str(content.get("name")))
+    return every
+
+
+def weights_named(config: Mapping[str, Any]) -> dict[str, str]:
+    """Where the weights are that a run reads, by the keys that name them (``nmrun.ranges.WEIGHTS``):
+    ``init``, ``trainer.distill``, and hyperparameters such as ``recipe.masks``."""
+    named = {
+        f"{group}.{key}".lstrip("."): (config[group] if group else config).get(key)
+        for group, its_keys in of_config(config, ("", "trainer", "recipe")).items()
+        for key, field in its_keys.items()
+        if field.check is WEIGHTS
+    }
+    return {
+        key: place
+        for key, place in named.items()
+        if place is not None and (key, place) != ("trainer.distill", START)
+    }
+
+
 def find_builder(group: str, name: str) -> Any:
     """What builds ``group=name``: the ``builder`` of its class. Raises ConfigError for an unknown
     name.
     """
     registry.choose(f"{group}.name", name, names(group))
     return registry.find(f"{group}.name", name, {name: kind(group, name).builder})
+
+
+# --- files ------------------------------------------------------------------------------------------
 
 
 def read_yaml(file: Path | Traversable, what: str) -> Any:

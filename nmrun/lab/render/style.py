@@ -24,10 +24,9 @@ from nmrun import atomic
 from nmrun.lab.compare import notation
 from nmrun.lab.compare.notation import Key
 from nmrun.lab.compare.tables import Table
-from nmrun.lab.keys.ranges import INCHES, LIMITS
 from nmrun.lab.output import quantity
 from nmrun.lab.render import captions
-from nmrun.ranges import check_values
+from nmrun.ranges import INCHES, LIMITS, check_values
 
 INK = "#1a1a1a"  # of paper.mplstyle
 GREY = "#777777"

@@ -32,12 +32,10 @@ from nmrun.lab.config import (
     command_line,
     composition,
     experiment,
-    launchers,
     precheck,
     schema,
 )
-from nmrun.lab.config.composition import plain_errors, without_others_configs
-from nmrun.lab.config.hydra_internals import BasicSweeper
+from nmrun.lab.config.composition import BasicSweeper, plain_errors, without_others_configs
 from nmrun.lab.config.identity import changed, run_folder, title
 from nmrun.lab.config.precheck import Command, Job
 from nmrun.lab.keys.config import Config
@@ -53,7 +51,7 @@ composition.register()
 def main(argv: list[str]) -> int:
     """Run what a command line without a verb asks for; returns the exit status. ConfigError with
     all that is wrong."""
-    options = command_line.options(argv)
+    options = composition.options(argv)
     flags = [word for word in argv if word not in options.overrides]
     if options.hydra_help or options.shell_completion:
         _hydra(flags, options.overrides)
@@ -204,7 +202,7 @@ def _job(composed: DictConfig) -> None:
     sweep's."""
     job, folder = HydraConfig.get(), Path(os.environ[sweep.SWEEP])
     workers.end_with_sweep()
-    reads = launchers.of(job.launcher._target_).signals == "read"
+    reads = precheck.launcher_of(job.launcher._target_).signals == "read"
     overrides = [command_line.unescaped(word) for word in job.overrides.task]
     about = folder, job.job.num + 1, composed, overrides, command_line.of_hydra(job, overrides)
     with output.ends_quietly(), without_others_configs():

@@ -51,13 +51,13 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(argv)
     if "=" in options.name or "/" in options.name or options.name.startswith("."):
         raise ConfigError(f"{options.name}: the first word is a name for the comparison")
-    from nmrun.lab.config import command_line
+    from nmrun.lab.config import composition
     from nmrun.lab.sweeps import jobs
     from nmrun.lab.tune import plan
     from nmrun.lab.tune.study import AGAIN, SEED, import_optuna
 
     space = plan.read_space(options.over)
-    words = command_line.options(list(options.words)).overrides
+    words = composition.options(list(options.words)).overrides
     asked = jobs.checked(words, multirun=True, config_dir=options.config_dir)
     if taken := {SEED, *AGAIN} & {job.config.seed for job in asked.jobs}:
         raise ConfigError(f"seed={min(taken)}: the seeds {SEED} to {AGAIN[-1]} are those of tuning")

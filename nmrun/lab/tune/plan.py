@@ -23,8 +23,7 @@ from nmrun.lab.config.composition import Cache, config_of
 from nmrun.lab.config.identity import identity
 from nmrun.lab.config.precheck import Job
 from nmrun.lab.keys.config import Config, flatten
-from nmrun.lab.keys.fields import Field
-from nmrun.lab.keys.recipe_facts import recipe_facts
+from nmrun.lab.keys.options import Field, recipe_facts
 from nmrun.lab.output import quantity
 from nmrun.lab.tune.study import AGAIN, FINALISTS, SEED
 from nmrun.ranges import Search, among, between, log

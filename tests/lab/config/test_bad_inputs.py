@@ -12,7 +12,7 @@ from runs import mistakes
 from verbs import python
 
 from nmrun import recipes
-from nmrun.lab.config import composition, rules
+from nmrun.lab.config import composition, schema
 from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import IMAGES, RUNNING_TEXT, TEXTS
 from nmrun.lab.keys.options import find_builder
@@ -82,8 +82,8 @@ def test_models_of_fairseq_take_pairs_of_sentences():
 )  # fmt: skip
 def test_an_option_that_is_not_installed(words, option, monkeypatch):
     composition.register()
-    there = dict.fromkeys(rules.PACKAGES, ("json", "more"))
-    monkeypatch.setattr(rules, "PACKAGES", {**there, option: ("no_such_package", "some")})
+    there = dict.fromkeys(schema.PACKAGES, ("json", "more"))
+    monkeypatch.setattr(schema, "PACKAGES", {**there, option: ("no_such_package", "some")})
     (problem,) = mistakes(words)
     assert f"{option} needs no_such_package" in problem
     assert "'.[some]'" in problem

@@ -21,10 +21,7 @@ ACCEPTED = {  # a line as it stands in a shell, and what is meant
     "'sparsity.overrides={inner.1: 1:8}'": {"inner.1": "1:8"},
     "'sparsity.overrides={inner.1: 2:8, head: dense}'": {"inner.1": "2:8", "head": "dense"},
     "'sparsity.overrides={inner.*: \"1:8\"}'": {"inner.*": "1:8"},
-    "'sparsity.overrides={layer3.*: 1:8}'": {"layer3.*": "1:8"},
-    "sparsity.overrides={layer3.*:1:8}": {"layer3.*": "1:8"},
     "\"sparsity.overrides={layer3.*: '1:8'}\"": {"layer3.*": "1:8"},
-    r"'sparsity.overrides={layer3\.\d+: 1:8}'": {r"layer3\.\d+": "1:8"},
     r"'sparsity.overrides={layer\[34\].*: 1:8}'": {"layer[34].*": "1:8"},
     r"'sparsity.overrides={layer\(3|4\).\{1\,9\}: 1:8}'": {"layer(3|4).{1,9}": "1:8"},
     "'sparsity.overrides={0: 1:8}'": {"0": "1:8"},
@@ -36,16 +33,12 @@ PLEA = "all of it in quotes"
 REFUSED = {  # what Hydra cannot read, or can be read and means nothing
     '\'sparsity.overrides={"layer3.*": "1:8"}\'': PLEA,
     'sparsity.overrides={"layer3.*": "1:8"}': PLEA,  # the shell takes the quotes and cuts it
-    "sparsity.overrides={layer3.*: 1:8, fc: dense}": PLEA,
     "'sparsity.overrides={layer[34].*: 1:8}'": PLEA,
     "'sparsity.overrides={layer3.*: 1:8'": PLEA,
-    "'sparsity.overrides={layer[^3].*: 1:8}'": PLEA,
     "'sparsity.overrides={layer3=1:8}'": PLEA,
     "'sparsity.overrides={[a: 1:8, b: 9.8, c: 2:8}'": PLEA,
     "'sparsity.overrides=\"{inner.1: 1:8}\"'": "as in 'sparsity.overrides={inner.1: 1:8, head: dense}'",
     "sparsity.overrides=inner.1:1:8": "as in 'sparsity.overrides={inner.1: 1:8, head: dense}'",
-    "'sparsity.overrides={inner.1: 9:8}'": "as in 'sparsity.overrides={inner.1: 1:8, head: dense}'",
-    r"'sparsity.overrides={inner\(: 1:8}'": "as in 'sparsity.overrides={inner.1: 1:8, head: dense}'",
     "+sparsity.overrides.inner.1=1:8": "as in 'sparsity.overrides={inner.1: 1:8, head: dense}'",
     "sparsity.overrides.inner.1=1:8": "'sparsity.overrides={inner.1: 1:8}'",
     "'+sparsity.overrides={inner.1: 1:8}'": "write it without +",
@@ -97,15 +90,8 @@ def test_a_file_can_say_them_and_the_weights_follow(nmrun_cli, tmp_path):
     text = 'sparsity:\n  overrides: {{"inner\\\\.1": {}, "inner.*": "2:8", head: "1:4"}}\n'
     begin = "# @package _global_\ntrainer: {epochs: 1, limit_batches: 2}\n"
     file.write_text(begin + text.format("1:8"))  # YAML reads 1:8 as 68
-    words = (
-        "--config-dir",
-        "mine",
-        "debug=mixed",
-        "recipe=ste",
-        "sparsity=4:8",
-        "track=local",
-        "output_dir=out",
-    )
+    line = "--config-dir mine debug=mixed recipe=ste sparsity=4:8 track=local output_dir=out"
+    words = line.split()
     refused = nmrun_cli(*words)
     assert refused.returncode == 2
     assert "'sparsity.overrides={inner.1: 1:8, head: dense}'" in refused.stderr

@@ -24,9 +24,6 @@ COMPOSED: Cache = {}  # as the sweeps of one command line share them
         ("recipe=step sparsity=3:16 seed=4", []),
         ("-m recipe=asp,step seed=range(3) sparsity=2:4,dense", []),
         ("-m recipe=glob(*ste)", []),
-        ("recipe=stpe optimizer=sgd", ["recipe=stpe: no such recipe; did you mean step?"]),
-        ("optimizer.lrr=1 model.chanels=[8,8]", ["optimizer.lrr: no such key; did you mean optimizer.lr?", "model.chanels: no such"]),
-        ("-m recipe=asp,step optimizer=adam,sgd", ["recipe=step freezes Adam's second moment, which sgd has not"]),
         ("-m recipe=step,spet seed=0,-1 trainer.epochs=0", ["recipe=spet: no such", "seed=-1: it takes", "trainer.epochs=0: it"]),
     ],
 )  # fmt: skip

@@ -13,8 +13,7 @@ from runs import mistakes
 from nmrun import recipes, registry
 from nmrun.lab.compare import notation
 from nmrun.lab.config import composition, schema
-from nmrun.lab.keys.fields import Field
-from nmrun.lab.keys.recipe_facts import of_class, recipe_facts
+from nmrun.lab.keys.options import Field, of_class, recipe_facts
 
 composition.register()
 MINE = """

@@ -85,28 +85,19 @@ def test_the_name_of_an_option_alone_leads_to_it(option):
     assert reference.about(option.partition("=")[2]) == reference.about(option)
 
 
-def test_options_of_ones_own_are_told(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine_of_help.py").write_text(
-        "from dataclasses import dataclass\nfrom nmrun.recipes.base import Recipe\n@dataclass\nclass Mine(Recipe):\n"
-        '    """Masks.\n\n    Args:\n        rate: of what\n    """\n\n    rate: float = 0.1\n'
-    )
+def test_options_of_ones_own_are_told(tmp_path):
     for name, text in {
         "recipe/mine": "_target_: mine_of_help.Mine\nrate: 0.3\nother: 1\n",
-        "recipe/often": "name: ste_periodic\ninterval: 1\n",
         "optimizer/slow": "defaults: [sgd]\nmomentum: 0.5\n",
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.yaml").write_text(text)
     lines = reference.about("recipe=mine", str(tmp_path)).splitlines()
     assert [line.strip() for line in lines] == [
-        "recipe=mine", str(tmp_path / "recipe/mine.yaml"), "recipe.rate", "of what", "default 0.3",
+        "recipe=mine", str(tmp_path / "recipe/mine.yaml"), "recipe.rate", "default 0.3",
         "recipe.other", "default 1",
     ]  # fmt: skip
-    slow = reference.about("optimizer=slow", str(tmp_path))
-    assert "of the last update" in slow
-    assert "default 0.5" in slow
-    assert "takes a whole number, 1 or more" in reference.about("recipe=often", str(tmp_path))
+    assert "default 0.5" in reference.about("optimizer=slow", str(tmp_path))
     assert "recipe=mine:" in reference.about("recipe", str(tmp_path))
     with pytest.raises(ConfigError, match="did you mean mine"):
         reference.about("recipe=mien", str(tmp_path))
@@ -132,8 +123,7 @@ def test_every_word_of_the_groups_has_help():
     ("topic", "hint"),
     [
         ("recipe.dcay", "did you mean recipe.decay?"),
-        ("epochs", "did you mean trainer.epochs?"),
-        ("decay", "did you mean recipe.decay or optimizer.decay?"),
+        ("epochs", "write trainer.epochs=VALUE"),
         ("recipe=stpe", "did you mean step?"),
         ("trainer=fast", "no such trainer"),
         ("nothing.like=it", "no such key, group, option or verb"),

@@ -15,8 +15,7 @@ from torch.nn import functional
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab import models
-from nmrun.lab.keys.fields import defaults
-from nmrun.lab.keys.options import keys
+from nmrun.lab.keys.options import defaults, keys
 from nmrun.lab.models.texts import GPTNetwork
 from nmrun.lab.train import runner
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.lab import models
-from nmrun.lab.keys.fields import defaults
-from nmrun.lab.keys.options import CLASSES, find_builder, keys
+from nmrun.lab.keys.options import CLASSES, defaults, find_builder, keys
 from nmrun.lab.train import build
 from nmrun.patterns import Pattern
 from nmrun.sparsity.select import candidates, select

@@ -26,7 +26,7 @@ from runs import TINY, at_work, config, finished, mistakes, result_of
 
 from nmrun.errors import ConfigError
 from nmrun.lab import cli, output
-from nmrun.lab.config import command_line, experiment, hydra_internals
+from nmrun.lab.config import command_line, composition, experiment
 from nmrun.lab.config.identity import run_folder
 from nmrun.lab.records import status, sweep
 from nmrun.lab.runs import locks
@@ -429,7 +429,7 @@ def test_what_is_done_never_comes_to_a_launcher(tmp_path, monkeypatch, capsys):
 
 def test_hydra_s_own_classes_are_left_alone():
     assert Sweeper.validate_batch_is_legal.__module__ == "hydra.plugins.sweeper"
-    sweeper = hydra_internals.BasicSweeper
+    sweeper = composition.BasicSweeper
     assert isinstance(vars(sweeper)["split_arguments"], staticmethod)
     assert sweeper.split_arguments.__module__ == sweeper.__module__
 

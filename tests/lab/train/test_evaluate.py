@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
 from nmrun.lab.config.identity import identity
-from nmrun.lab.config.rules import refusals
+from nmrun.lab.config.schema import refusals
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.signals import Signals
 from nmrun.lab.tasks.vision import Classification

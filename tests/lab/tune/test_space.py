@@ -10,7 +10,7 @@ from hydra import compose
 from nmrun.errors import ConfigError
 from nmrun.lab.config import command_line, composition, precheck, schema
 from nmrun.lab.config.composition import composing
-from nmrun.lab.keys.recipe_facts import recipe_facts
+from nmrun.lab.keys.options import recipe_facts
 from nmrun.lab.tune import plan
 from nmrun.ranges import among, between, log
 from nmrun.recipes import RECIPES
