@@ -24,7 +24,7 @@ from nmrun.lab.models import hugging_face
 from nmrun.lab.models.hugging_face import EncoderClassifier
 from nmrun.lab.models.texts import GPTNetwork
 from nmrun.lab.tasks.hugging_face import fetch, quiet
-from nmrun.lab.tasks.text.corpus import LEVELS
+from nmrun.lab.tasks.text.files import LEVELS
 from nmrun.sparsity.check import check_nm
 
 PRETRAINED = ("hf_encoder", "hf_gpt2", "hf_causal")

@@ -90,15 +90,6 @@ class Subset(Seeded):
         int | None, whole(1, optional=True), "a subset of the test images; null = all"
     ] = None
 
-    def sizes(self) -> dict[str, Any]:
-        """The arguments of ``nmrun.lab.tasks.vision.images.split``."""
-        return {
-            "split_seed": self.split_seed,
-            "train_size": self.train_size,
-            "val_size": self.val_size,
-            "test_size": self.test_size,
-        }
-
 
 @dataclass(frozen=True)
 class FromDisk(Group):
@@ -302,7 +293,7 @@ class LabelledText(Encoding, Fractions, Seeded, Dataset):
 
     data: ClassVar[str] = TEXTS
     places: ClassVar[tuple[str, ...]] = ("train", "val", "test")
-    builder: ClassVar[str] = "nmrun.lab.tasks.text.labelled_files.labelled_text"
+    builder: ClassVar[str] = "nmrun.lab.tasks.text.labelled.labelled_text"
 
     train: Annotated[
         str, PATH, "file with the training texts, in NMRUN_DATA or else in the current folder"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +41,7 @@ def rows(setting: str, *what: Any, **options: Any) -> Any:
         import datasets
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it says of errors, they say
-    with _one_line(f"{setting}: {options['split']} cannot be loaded"), quiet_hub():
+    with _one_line(f"{setting}: {options['split']} cannot be loaded"), quiet():
         return datasets.load_dataset(*what, **options)
 
 
@@ -92,29 +93,20 @@ def fetch_whole(kind: str, source: str, besides: str = "", **options: Any) -> An
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Let transformers show neither progress bars nor warnings while the context is entered."""
-    from transformers.utils import logging as of_transformers
-
-    bars = of_transformers.is_progress_bar_enabled()
-    of_transformers.disable_progress_bar()
-    try:
-        with quiet_hub("transformers"):
-            yield
-    finally:
-        if bars:
-            of_transformers.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def quiet_hub(*others: str) -> Iterator[None]:
-    """Let the hub's client, and other packages, say nothing of retries and the like while the context is
-    entered: the error has it."""
-    loggers = [logging.getLogger(name) for name in ("huggingface_hub", *others)]
+    """Let the hub's client and transformers say nothing of retries and the like, and show no bars of
+    progress, while the context is entered: the error has it."""
+    loggers = [logging.getLogger(name) for name in ("huggingface_hub", "transformers")]
     levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    bars = getattr(sys.modules.get("transformers"), "logging", None)
+    shown = bars is not None and bars.is_progress_bar_enabled()
     try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        if shown:
+            bars.disable_progress_bar()
         yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+        if shown:
+            bars.enable_progress_bar()

@@ -8,7 +8,7 @@ import importlib
 import logging
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
@@ -17,7 +17,7 @@ from nmrun.errors import needs, refused
 
 if TYPE_CHECKING:
     from nmrun.papers.translation.fairseq_modules import TranslationTransformer
-    from nmrun.papers.translation.sentences import Dictionary
+    from nmrun.papers.translation.task import Dictionary
 
 
 def fairseq(module: str) -> Any:
@@ -27,6 +27,14 @@ def fairseq(module: str) -> Any:
     name = module if module.startswith("nmrun.") else f"fairseq.{module}"
     with needs("translation", "translation"), undisturbed():
         return importlib.import_module(name)
+
+
+def dictionary(words: Iterable[str]) -> Dictionary:
+    """These words after fairseq's four marks."""
+    made: Dictionary = fairseq("data").Dictionary()
+    for word in words:
+        made.add_symbol(word)
+    return made
 
 
 @contextlib.contextmanager

@@ -25,14 +25,6 @@ Files = dict[str, tuple[Path, Path]]
 LONGEST = 250  # subwords of a side of a training pair
 
 
-def text_file(prefix: Path, language: str) -> Path:
-    """``<prefix>.<language>``, or that with ``.gz``. Raises ConfigError if there is neither."""
-    for name in (f"{prefix}.{language}", f"{prefix}.{language}.gz"):
-        if Path(name).is_file():
-            return Path(name)
-    raise ConfigError(f"{prefix}.{language}: there is no such file, nor with .gz")
-
-
 def multi30k_files(languages: tuple[str, str], test: str) -> Files:
     """The raw text of Multi30k: files of train, valid and test for both languages. Raises
     ConfigError with how to get it.
@@ -40,14 +32,21 @@ def multi30k_files(languages: tuple[str, str], test: str) -> Files:
     folder = data_folder() / "multi30k"
     names = {"train": "train", "valid": "val", "test": test}
     with refused("dataset=multi30k, data/task1/raw of github.com/multi30k/dataset: ", ConfigError):
-        return _files({split: folder / name for split, name in names.items()}, languages)
+        return text_files({split: folder / name for split, name in names.items()}, languages)
 
 
-def _files(prefixes: dict[str, Path], languages: tuple[str, str]) -> Files:
-    return {
-        split: (text_file(prefix, languages[0]), text_file(prefix, languages[1]))
-        for split, prefix in prefixes.items()
-    }
+def text_files(prefixes: dict[str, Path], languages: tuple[str, str]) -> Files:
+    """The files of each split, ``<prefix>.<language>`` or that with ``.gz``. Raises ConfigError where
+    there is neither."""
+    files = {}
+    for split, prefix in prefixes.items():
+        sides = [f"{prefix}.{language}" for language in languages]
+        left, right = (Path(side if Path(side).is_file() else f"{side}.gz") for side in sides)
+        for file in (left, right):
+            if not file.is_file():
+                raise ConfigError(f"{file.with_suffix('')}: there is no such file, nor with .gz")
+        files[split] = left, right
+    return files
 
 
 def prepare(texts: Files, languages: tuple[str, str], to: Path, vocabulary: int) -> str:
@@ -158,11 +157,6 @@ def main(argv: list[str]) -> int:
         description="Make subwords and fairseq's binary files of pairs of sentences, for dataset=fairseq or fairseq-train.",
     )
     parser.add_argument(
-        "corpus",
-        choices=["multi30k", "parallel"],
-        help="Multi30k below NMRUN_DATA, or any line-by-line text",
-    )
-    parser.add_argument(
         "--out", type=Path, required=True, help="the folder to write; it must not be there yet"
     )
     parser.add_argument(
@@ -177,7 +171,8 @@ def main(argv: list[str]) -> int:
         parser.add_argument(
             f"--{split}",
             type=Path,
-            help=f"parallel: the {split} texts, without their ending .<language> or .<language>.gz",
+            required=True,
+            help=f"the {split} texts, without their ending .<language> or .<language>.gz",
         )
     parser.add_argument(
         "--vocabulary", type=int, default=8000, help="subwords of BPE (default: %(default)s)"
@@ -186,13 +181,8 @@ def main(argv: list[str]) -> int:
     languages = options.source, options.target
     if options.out.exists():
         raise ConfigError(f"--out {options.out}: it is there already")
-    if options.corpus == "multi30k":
-        texts = multi30k_files(languages, "test_2016_flickr")
-    else:
-        prefixes = {split: getattr(options, split) for split in ("train", "valid", "test")}
-        if None in prefixes.values():
-            raise ConfigError(f"prepare parallel: it takes {', '.join(f'--{s}' for s in prefixes)}")
-        texts = _files(prefixes, languages)
+    prefixes = {split: getattr(options, split) for split in ("train", "valid", "test")}
+    texts = text_files(prefixes, languages)
     print(prepare(texts, languages, options.out, options.vocabulary))
     print(
         f"  nmrun dataset=fairseq dataset.path={options.out} dataset.subwords=sentencepiece model=fairseq_transformer"

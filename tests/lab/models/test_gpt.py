@@ -229,47 +229,11 @@ def test_pretrained_is_fine_tuned(tmp_path):
 
 def test_what_pretrained_refuses(pretrained, tmp_path):
     folder, _ = pretrained
-    with pytest.raises(ConfigError, match="knows 31 tokens and the data have 32"):
-        load(folder, vocabulary=32)
-    with pytest.raises(ConfigError, match=r"dataset\.context=17: .* at most 16"):
-        load(folder, context=17)
-    with pytest.raises(ConfigError, match=r"model\.pretrained=.*/nothing: "):
-        load(tmp_path / "nothing")
-    for key, value in {
-        "activation_function": "relu",
-        "scale_attn_by_inverse_layer_idx": True,
-        "n_inner": 7,
-    }.items():
-        other = tmp_path / key
-        other.mkdir()
-        (other / "config.json").write_text(
-            json.dumps({**json.loads((folder / "config.json").read_text()), key: value})
-        )
-        with pytest.raises(
-            ConfigError, match=rf"another architecture than GPT-2's: {key} is {value}"
-        ):
-            load(other)
-
-
-def test_weights_that_do_not_fit_are_named(pretrained, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    folder, _ = pretrained
-    weights = load_file(folder / "model.safetensors")
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    (name,) = [name for name in weights if name.endswith("h.1.mlp.c_fc.weight")]
-    save_file(
-        {n: t for n, t in weights.items() if n != name},
-        tmp_path / "model.safetensors",
-        {"format": "pt"},
-    )
-    with pytest.raises(ConfigError, match=r"there is no transformer\.h\.1\.mlp\.c_fc\.weight"):
-        load(tmp_path)
-    save_file(
-        {**weights, name: torch.zeros(5, 5)}, tmp_path / "model.safetensors", {"format": "pt"}
-    )
-    with pytest.raises(ConfigError, match=r"there is no transformer\.h\.1\.mlp\.c_fc\.weight"):
-        load(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"half a file")
-    with pytest.raises(ConfigError, match=r"^model\.pretrained=[^\n]*cannot be loaded[^\n]*$"):
-        load(tmp_path)
+    with pytest.raises(ConfigError, match="knows 31 tokens and the data have 30"):
+        load(folder, vocabulary=30)  # here each row has a token
+    changes = {"activation_function": "relu", "scale_attn_by_inverse_layer_idx": True, "n_inner": 7}
+    for key, value in changes.items():
+        settings = json.loads((folder / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**settings, key: value}))
+        with pytest.raises(ConfigError, match=rf"than GPT-2's: {key} is {value}"):
+            load(tmp_path)
