@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
 import os
 from pathlib import Path
@@ -548,15 +549,9 @@ def alternating(tmp_path):
     )
 
 
-@pytest.fixture
-def learned(tmp_path, alternating):
-    """The result of a run, and its rows."""
-    words = (*TEXT, *alternating, "recipe=step", "trainer.epochs=10")
-    return runs.finished(cfg := runs.config(tmp_path, *words)), runs.rows(run_folder(cfg))
-
-
-def test_a_run_learns(learned):
-    result, rows = learned
+def test_a_run_learns(tmp_path, alternating):
+    cfg = runs.config(tmp_path, *TEXT, *alternating, "recipe=step", "trainer.epochs=10")
+    result = runs.finished(cfg)
     final = result["metrics"]["final"]
     assert final["test/perplexity"] < 5  # 26 by chance
     assert final["test/bits_per_character"] == pytest.approx(math.log2(final["test/perplexity"]))
@@ -565,8 +560,10 @@ def test_a_run_learns(learned):
     # products, thrice as well
     each = 6 * (2 * 12 * 16**2 + 26 * 16) + 3 * 2 * 2 * 2 * 16 * 16
     assert result["flops"]["training_dense"] == 100 * 8 * 16 * each
-    for row in rows:  # speed is in tokens
-        assert row["items_per_second"] == pytest.approx(row["steps_per_second"] * 8 * 16)
+    for line in (run_folder(cfg) / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)  # speed is in tokens
+        if "items_per_second" in row:
+            assert row["items_per_second"] == pytest.approx(row["steps_per_second"] * 8 * 16)
 
 
 def test_resumed_in_the_middle_the_bits_are_the_same(tmp_path):
