@@ -4,7 +4,6 @@ itself, formulas and brute force.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import sys
@@ -29,7 +28,7 @@ from nmrun.lab.train.optimizers import inverse_sqrt_factor
 from nmrun.papers.translation import prepare
 from nmrun.papers.translation.data import JOINED
 from nmrun.papers.translation.fairseq import dictionary, fairseq
-from nmrun.papers.translation.task import Corpus, Dictionary, Translation, corpus_bleu
+from nmrun.papers.translation.task import Corpus, Dictionary, Translation
 
 pytest.importorskip("sacrebleu", reason="needs nmrun[translation]")
 SMALL = ("model.width=16", "model.ffn=16", "model.layers=1", "model.heads=2")
@@ -268,87 +267,6 @@ def test_embeddings_are_shared_as_asked_and_stay_dense():
 # --- beam search and BLEU -------------------------------------------------------------------------
 
 
-def rigged(table: torch.Tensor, vocabulary: Dictionary) -> nn.Module:
-    """A model that gives the next token the probabilities ``table[previous token]``, whatever the
-    source says.
-    """
-    from fairseq.models import FairseqDecoder, FairseqEncoder, FairseqEncoderDecoderModel
-
-    class Encoder(FairseqEncoder):
-        def forward(self, src_tokens: Any, src_lengths: Any = None, **_: Any) -> Any:
-            return {"encoder_out": [src_tokens]}
-
-        def reorder_encoder_out(self, encoder_out: Any, new_order: Any) -> Any:
-            return {"encoder_out": [encoder_out["encoder_out"][0].index_select(0, new_order)]}
-
-    class Decoder(FairseqDecoder):
-        def forward(self, prev_output_tokens: Any, encoder_out: Any = None, **_: Any) -> Any:
-            return table.log()[prev_output_tokens], {"attn": [None]}
-
-        def max_positions(self) -> int:
-            return 100
-
-    class Model(FairseqEncoderDecoderModel):
-        def forward(self, source: Any, lengths: Any, previous: Any, where: Any) -> Any:
-            return table.log()[previous].flatten(0, 1)[where], {}
-
-    return Model(Encoder(vocabulary), Decoder(vocabulary)).eval()
-
-
-def test_beam_search_finds_what_greedy_search_does_not(monkeypatch):
-    translations: list[list[str]] = []
-
-    def noted(hypotheses, references):
-        translations.append(hypotheses)
-        return corpus_bleu(hypotheses, references)
-
-    monkeypatch.setattr("nmrun.papers.translation.task.corpus_bleu", noted)
-    vocabulary = dictionary("abc")
-    a, b, c, end = 4, 5, 6, 2
-    table = torch.full((7, 7), 1e-9)
-    table[end, [a, b]] = torch.tensor([0.6, 0.4])  # a sentence begins: a looks better ...
-    table[a, [a, b, c, end]] = torch.tensor([0.15, 0.15, 0.1, 0.6])
-    # ... but b is followed by almost sure things, which counts if length is made up for
-    table[b, [c, end]] = torch.tensor([0.9, 0.1])
-    table[c, [a, end]] = torch.tensor([0.1, 0.9])
-    corpus = Corpus.of([[a, b, end], [c, end]])
-
-    def best(penalty):
-        best = {}
-        for length in range(6):
-            for words in itertools.product((a, b, c), repeat=length):
-                path = [end, *words, end]
-                score = (
-                    sum(math.log(table[x, y]) for x, y in itertools.pairwise(path))
-                    / (length + 1) ** penalty
-                )
-                best[score] = [vocabulary.symbols[word] for word in words]
-        return best[max(best)]
-
-    splits = dict.fromkeys(("train", "val"), (corpus, corpus))
-    model, references = rigged(table, vocabulary), {"val": ["b c", "b c"]}
-    assert best(0.0) == ["a"]
-    assert best(1.0) == ["b", "c"]
-    for beam, penalty, expected in ((5, 0.0, ["a"]), (1, 1.0, ["a"]), (3, 1.0, ["b", "c"])):
-        task = Translation(
-            splits,
-            vocabulary,
-            vocabulary,
-            references,
-            " ".join,
-            64,
-            0,
-            beam=beam,
-            length_penalty=penalty,
-        )
-        metrics = task.evaluate(model, "val")
-        assert translations.pop() == [" ".join(expected)] * 2
-    steps = [(end, a), (a, b), (b, end), (end, c), (c, end)]
-    wanted_loss = -sum(math.log(table[step]) for step in steps) / 5
-    assert metrics["loss"] == pytest.approx(wanted_loss, rel=1e-4)
-    assert metrics["perplexity"] == pytest.approx(math.exp(wanted_loss), rel=1e-3)
-
-
 def test_translations_are_matched_with_the_references_of_their_sentences(monkeypatch):
     """A model that only copies: BLEU is 100 if and only if each translation meets its own
     reference.
@@ -366,7 +284,19 @@ def test_translations_are_matched_with_the_references_of_their_sentences(monkeyp
         return [[{"tokens": line}] for line in sample["net_input"]["src_tokens"]]
 
     monkeypatch.setattr(fairseq("sequence_generator").SequenceGenerator, "generate", copying)
-    assert task.evaluate(transformer(task).eval(), "val")["bleu"] == pytest.approx(100)
+    model = transformer(task).eval()
+    metrics = task.evaluate(model, "val")
+    assert metrics["bleu"] == pytest.approx(100)
+    total, count = 0.0, 0
+    for row in range(40):  # each sentence alone
+        tokens = torch.tensor([sentence(source, row)])
+        logits = model(tokens, None, tokens.roll(1))[0][0].detach().double()
+        total -= float(logits.log_softmax(-1).gather(1, tokens.T).sum())
+        count += tokens.numel()
+    assert metrics["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert metrics["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+    search = task._generator(model)
+    assert (search.beam_size, search.len_penalty) == (task.beam, task.length_penalty) == (5, 1.0)
     task.references = {"val": plain[::-1]}
     assert task.evaluate(transformer(task).eval(), "val")["bleu"] < 50
     assert "tok:13a" in task.notes["bleu"]

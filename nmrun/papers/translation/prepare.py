@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -60,19 +61,25 @@ def prepare(texts: Files, languages: tuple[str, str], to: Path, vocabulary: int)
     """
     with needs("BPE", "translation"):
         from sentencepiece import SentencePieceProcessor
-    lines = {split: [read(file) for file in files] for split, files in texts.items()}
-    for split, (left, right) in lines.items():
+    lines: dict[str, list[tuple[str, str]]] = {}
+    for split, files in texts.items():
+        left, right = map(read, files)
         if len(left) != len(right):
-            names = " and ".join(str(file) for file in texts[split])
+            names = " and ".join(map(str, files))
             raise ConfigError(f"{names}: {len(left)} and {len(right)} lines")
-    lines["train"] = _pairs(lines["train"], lambda left, right: left.strip() and right.strip())
-    model = _bpe([*lines["train"][0], *lines["train"][1]], vocabulary)
+        lines[split] = list(zip(left, right, strict=True))
+    lines["train"] = [pair for pair in lines["train"] if all(side.strip() for side in pair)]
+    model = _bpe(itertools.chain(*zip(*lines["train"], strict=True)), vocabulary)
     encode = SentencePieceProcessor(model_proto=model).encode
     pieces = {
-        split: [encode(side, out_type=str) for side in sides] for split, sides in lines.items()
+        split: [[encode(side, out_type=str) for side in pair] for pair in pairs]
+        for split, pairs in lines.items()
     }
-    pieces["train"] = _pairs(pieces["train"], lambda *both: max(map(len, both)) <= LONGEST)
-    dictionary = _dictionary(pieces["train"])
+    pieces["train"] = [p for p in pieces["train"] if max(map(len, p)) <= LONGEST]
+    dictionary = fairseq("data").Dictionary()
+    for piece, number in Counter(itertools.chain(*itertools.chain(*pieces["train"]))).items():
+        dictionary.add_symbol(piece, number)
+    dictionary.finalize()  # the commonest first, and a multiple of 8 tokens
     to.parent.mkdir(parents=True, exist_ok=True)
     with locks.folder_beside(to) as part:
         (folder := part / to.name).mkdir()
@@ -81,22 +88,17 @@ def prepare(texts: Files, languages: tuple[str, str], to: Path, vocabulary: int)
             (folder / f"sentencepiece.{language}.model").write_bytes(model)
             for split in texts:
                 name = folder / f"{split}.{'-'.join(languages)}.{language}"
-                _binarise(pieces[split][side], dictionary, name)
+                _binarise([pair[side] for pair in pieces[split]], dictionary, name)
                 if side == 1 and split != "train":
-                    plain = "".join(f"{line}\n" for line in lines[split][1])
+                    plain = "".join(f"{target}\n" for _, target in lines[split])
                     Path(f"{name}.txt").write_bytes(plain.encode())
         try:
             os.rename(folder, to)
         except OSError:
             if not to.is_dir():  # otherwise another process was faster, with the same
                 raise
-    counts = ", ".join(f"{split} {len(sides[0])}" for split, sides in pieces.items())
+    counts = ", ".join(f"{split} {len(pairs)}" for split, pairs in pieces.items())
     return f"{to}: {counts} pairs; a dictionary of {len(dictionary)} tokens"
-
-
-def _pairs(sides: Sequence[list[Any]], fits: Callable[[Any, Any], Any]) -> list[list[Any]]:
-    kept = [pair for pair in zip(*sides, strict=True) if fits(*pair)]
-    return [[pair[side] for pair in kept] for side in (0, 1)]
 
 
 def read(file: Path) -> list[str]:
@@ -128,15 +130,6 @@ def _bpe(text: Iterable[str], vocabulary: int) -> bytes:
             minloglevel=3,
         )
     return model.getvalue()
-
-
-def _dictionary(sides: list[list[list[str]]]) -> Any:
-    counts = [Counter(piece for sentence in side for piece in sentence) for side in sides]
-    dictionary = fairseq("data").Dictionary()
-    for piece, number in (counts[0] + counts[1]).items():
-        dictionary.add_symbol(piece, number)
-    dictionary.finalize()  # the commonest first, and a multiple of 8 tokens
-    return dictionary
 
 
 def _binarise(sentences: list[list[str]], dictionary: Any, name: Path) -> None:
