@@ -27,8 +27,8 @@ from nmrun.lab.config.identity import run_folder
 from nmrun.lab.train.optimizers import inverse_sqrt_factor
 from nmrun.papers.translation import prepare
 from nmrun.papers.translation.data import JOINED
-from nmrun.papers.translation.fairseq import dictionary, fairseq
-from nmrun.papers.translation.task import Corpus, Dictionary, Translation
+from nmrun.papers.translation.fairseq import Dictionary, dictionary, fairseq
+from nmrun.papers.translation.task import Corpus, Translation
 
 pytest.importorskip("sacrebleu", reason="needs nmrun[translation]")
 SMALL = ("model.width=16", "model.ffn=16", "model.layers=1", "model.heads=2")
@@ -295,7 +295,7 @@ def test_translations_are_matched_with_the_references_of_their_sentences(monkeyp
         count += tokens.numel()
     assert metrics["loss"] == pytest.approx(total / count, rel=1e-5)
     assert metrics["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
-    search = task._generator(model)
+    search = task._search(model)
     assert (search.beam_size, search.len_penalty) == (task.beam, task.length_penalty) == (5, 1.0)
     task.references = {"val": plain[::-1]}
     assert task.evaluate(transformer(task).eval(), "val")["bleu"] < 50

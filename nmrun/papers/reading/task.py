@@ -176,11 +176,10 @@ class Reading(InMemory):
 
     @staticmethod
     def _pad(columns: Sequence[Any], filling: int) -> tuple[Tensor, Tensor]:
+        tensors = [torch.from_numpy(column).long() for column in columns]
+        filled = nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=filling)
         lengths = torch.tensor([len(column) for column in columns])
-        mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        filled = torch.full(mask.shape, filling)
-        filled[mask] = torch.from_numpy(np.concatenate(columns)).long()
-        return filled, mask
+        return filled, torch.arange(filled.shape[1]) < lengths[:, None]
 
 
 def best_spans(logits: Tensor, of_text: Tensor) -> tuple[Tensor, Tensor, Tensor]:

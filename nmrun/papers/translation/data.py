@@ -13,9 +13,9 @@ import torch
 from nmrun.errors import ConfigError, refused
 from nmrun.lab.tasks.storage import cache_folder, key_of
 from nmrun.papers.translation import CopyReverse, Fairseq, Multi30k
-from nmrun.papers.translation.fairseq import dictionary, fairseq
+from nmrun.papers.translation.fairseq import Dictionary, dictionary, fairseq
 from nmrun.papers.translation.prepare import multi30k_files, prepare, read
-from nmrun.papers.translation.task import Corpus, Dictionary, Translation
+from nmrun.papers.translation.task import Corpus, Translation
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config

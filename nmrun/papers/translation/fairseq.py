@@ -9,7 +9,7 @@ import logging
 import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hydra.core.config_store import ConfigStore
 
@@ -17,7 +17,18 @@ from nmrun.errors import needs, refused
 
 if TYPE_CHECKING:
     from nmrun.papers.translation.fairseq_modules import TranslationTransformer
-    from nmrun.papers.translation.task import Dictionary
+
+
+class Dictionary(Protocol):
+    """The tokens of a language; ``fairseq.data.Dictionary`` is one. Token i is ``symbols[i]``."""
+
+    symbols: list[str]
+
+    def add_symbol(self, word: str) -> int: ...
+    def pad(self) -> int: ...
+    def eos(self) -> int: ...
+    def unk(self) -> int: ...
+    def __len__(self) -> int: ...
 
 
 def fairseq(module: str) -> Any:

@@ -5,10 +5,10 @@ perplexity, and BLEU by beam search.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from nmrun.lab.tasks.base import (
     shared,
 )
 from nmrun.papers.translation import Translated
-from nmrun.papers.translation.fairseq import fairseq
+from nmrun.papers.translation.fairseq import Dictionary, fairseq
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
@@ -38,18 +38,6 @@ LONGEST = (1.2, 10)
 
 
 Rows = NDArray[np.int64]
-
-
-class Dictionary(Protocol):
-    """The tokens of a language; ``fairseq.data.Dictionary`` is one. Token i is ``symbols[i]``."""
-
-    symbols: list[str]
-
-    def add_symbol(self, word: str) -> int: ...
-    def pad(self) -> int: ...
-    def eos(self) -> int: ...
-    def unk(self) -> int: ...
-    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -236,7 +224,7 @@ class Translation(Categorical):
 
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
-        generator = self._generator(model)
+        search = self._search(model)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         translations: dict[int, str] = {}
         rows, cuts = bucketed(self.splits[split], self.max_tokens)
@@ -246,8 +234,11 @@ class Translation(Categorical):
             logits = _logits(model, *inputs)
             if counts:
                 total += functional.cross_entropy(logits, target, reduction="sum")
-                texts = map(self.detokenize, self._translations(generator, inputs[0]))
-                translations |= dict(zip(some.tolist(), texts, strict=True))
+                lengths = inputs[0].ne(self.source.pad()).sum(1)
+                net_input = {"src_tokens": inputs[0], "src_lengths": lengths}
+                found = search.generate([], {"net_input": net_input})
+                for row, (best, *_) in zip(some.tolist(), found, strict=True):
+                    translations[row] = self.detokenize(self._symbols(best["tokens"].tolist()))
         return {"loss": float(total), "translations": translations}
 
     def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
@@ -282,28 +273,17 @@ class Translation(Categorical):
         tensors = (torch.from_numpy(array.astype(np.int64, copy=False)) for array in arrays)
         return tuple(sent(tensor, self.device) for tensor in tensors)
 
-    def _generator(self, model: nn.Module) -> Any:
-        options = {
-            "beam_size": self.beam,
-            "len_penalty": self.length_penalty,
-            "max_len_a": LONGEST[0],
-            "max_len_b": LONGEST[1],
-        }
-        return fairseq("sequence_generator").SequenceGenerator([model], self.target, **options)
-
-    def _translations(self, generator: Any, source: Tensor) -> Iterator[list[str]]:
-        """The symbols of the best translation of each sentence."""
-        lengths = source.ne(self.source.pad()).sum(1)
-        results = generator.generate(
-            [], {"net_input": {"src_tokens": source, "src_lengths": lengths}}
+    def _search(self, model: nn.Module) -> Any:
+        return fairseq("sequence_generator").SequenceGenerator(
+            *([model], self.target, self.beam),
+            len_penalty=self.length_penalty,
+            max_len_a=LONGEST[0],
+            max_len_b=LONGEST[1],
         )
-        for hypotheses in results:
-            tokens = hypotheses[0]["tokens"].tolist()
-            yield [
-                self.target.symbols[token]
-                for token in tokens
-                if token not in (self.target.eos(), self.target.pad())
-            ]
+
+    def _symbols(self, tokens: Sequence[int]) -> list[str]:
+        marks = self.target.eos(), self.target.pad()
+        return [self.target.symbols[token] for token in tokens if token not in marks]
 
 
 def _logits(model: Any, source: Tensor, previous: Tensor, where: Tensor) -> Tensor:

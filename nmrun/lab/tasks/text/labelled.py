@@ -268,7 +268,8 @@ def generated_reviews(
     while len(labelled) < size + 2 * HELD_OUT:
         sentence, label = _sentence(rng)
         labelled[sentence] = label
-    texts, labels = [(text,) for text in labelled], list(labelled.values())
+    texts: list[Text] = [(text,) for text in labelled]
+    labels = list(labelled.values())
     ends = {"train": (0, size), "val": (size, size + HELD_OUT), "test": (size + HELD_OUT, None)}
     return {name: (texts[a:b], labels[a:b]) for name, (a, b) in ends.items()}
 

@@ -28,7 +28,6 @@ from nmrun.lab.tasks.base import (
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
-    from nmrun.lab.tasks.text.files import Codec
 
 
 def cross_entropy(logits: Tensor, following: Tensor, **options: Any) -> Tensor:
@@ -53,8 +52,9 @@ class LanguageModelling(Categorical):
 
     metric = "perplexity"
     higher_is_better = False
-    codec: Callable[[], Codec] | None = None
-    """How texts become these tokens and the other way round; None where that is not known."""
+    codec: Callable[[], Any] | None = None
+    """How texts become these tokens and the other way round, a ``Codec`` of :mod:`nmrun.lab.tasks.text.files`;
+    None where that is not known."""
 
     def __init__(
         self,
