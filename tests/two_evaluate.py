@@ -20,15 +20,14 @@ from torch.nn import functional
 from nmrun.errors import RunError
 from nmrun.lab import models, ranks
 from nmrun.lab.config.identity import run_folder
-from nmrun.lab.tasks.base import Task
+from nmrun.lab.tasks.base import Task, picked
 from nmrun.lab.tasks.text.classification import TextClassification, Words
 from nmrun.lab.tasks.text.language import LanguageModelling
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.tasks.vision.stream import ImageFiles
 from nmrun.lab.train import runner
-from nmrun.papers.translation.data import Symbols
-from nmrun.papers.translation.sentences import Corpus
-from nmrun.papers.translation.task import Translation
+from nmrun.papers.translation.fairseq import dictionary
+from nmrun.papers.translation.task import Corpus, Translation
 
 RUN = ("trainer.epochs=1", "trainer.log_every=1")
 STREAM = ("dataset=imagenet", "dataset.path=some", "dataset.resolution=8", "dataset.val_size=6", "dataset.workers=0",
@@ -84,7 +83,7 @@ def translation(count: int, max_tokens: int = 16) -> Translation:
     corpus = Corpus.of(
         [[*random.integers(4, 8, size).tolist(), 2] for size in random.integers(1, 6, count)]
     )
-    words = Symbols(["a", "b", "c", "d"])
+    words = dictionary(["a", "b", "c", "d"])
     references = dict.fromkeys(("val", "test"), ["a b c d a"] * count)
     splits = dict.fromkeys(("train", "val", "test"), (corpus, corpus))
     return Translation(splits, words, words, references, " ".join, max_tokens, seed=0, beam=2)
@@ -152,16 +151,19 @@ def folder(place: Path) -> Path:
     return place
 
 
-class Plain:
-    """A task of one's own that knows nothing of ranks: no ``mine``, no defaults."""
+class Plain(Task):
+    """A task of one's own that evaluates a whole split on each rank."""
 
     batches_per_epoch, metric, higher_is_better = 3, "accuracy", True
     inputs = {"shape": (4,), "classes": 2}
     evaluations = 0
 
-    def micro_batches(self, epoch: int, index: int, parts: int) -> list[tuple[Tensor, ...]]:
+    def micro_batches(
+        self, epoch: int, index: int, parts: int, mine: range | None = None
+    ) -> list[tuple[Tensor, ...]]:
         x = torch.randn(10, 4, generator=torch.Generator().manual_seed(index))
-        return list(zip(x.chunk(parts), (x[:, 0] > 0).long().chunk(parts), strict=True))
+        pieces = list(zip(x.chunk(parts), (x[:, 0] > 0).long().chunk(parts), strict=True))
+        return picked(pieces, mine)
 
     def size(self, batch: tuple[Tensor, ...]) -> int:
         return len(batch[0])

@@ -21,7 +21,7 @@ from nmrun.lab import tasks
 from nmrun.lab.config.identity import run_folder
 from nmrun.lab.tasks.text.classification import Words
 from nmrun.lab.train import flops, runner
-from nmrun.papers.reading import data
+from nmrun.papers.reading import task as data
 from nmrun.papers.reading.task import (
     LONGEST,
     NOWHERE,
@@ -94,12 +94,6 @@ def test_a_broken_file_costs_one_line(tmp_path, broken):
     path.write_text(broken)
     with one_line(ConfigError, f"{path}: no file of SQuAD: "):
         data.read(path)
-
-
-def test_missing_files_say_where_and_how(tmp_path, monkeypatch):
-    monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"squad/train-v1.1.json in .*rajpurkar"):
-        data.load_squad("v1.1")
 
 
 def test_real_articles():

@@ -14,7 +14,6 @@ import torch
 from glue_files import FILES, write
 from runs import config
 
-from nmrun.errors import ConfigError
 from nmrun.lab import tasks
 from nmrun.lab.config.identity import run_folder
 from nmrun.lab.tasks.text import labelled
@@ -158,18 +157,3 @@ def test_a_run(task, data, tmp_path, saved, monkeypatch):
     sparse = [weight.name for weight in build.build(asked_for).handle.sparse]
     assert len(sparse) == (2 + 2) * 2  # the feed-forward layers of encoder and decoder
     assert all("DenseReluDense.w" in name for name in sparse)
-
-
-def test_what_is_no_t5_is_refused(data, tmp_path, saved):
-    write(data, "rte", 8 * FILES["rte"][2])
-    task = tasks.build(t5_config(tmp_path, saved, "rte"), torch.device("cpu"))
-    other = tmp_path / "other"
-    transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=300)
-    ).save_pretrained(other)
-    with pytest.raises(ConfigError, match="gpt2 is no T5"):
-        weights.network(t5_config(tmp_path, other, "rte", f"dataset.tokenizer={saved}"), task)
-    with pytest.raises(ConfigError, match=r"label_smoothing=0\.1 is for classes"):
-        tasks.build(
-            t5_config(tmp_path, saved, "rte", "trainer.label_smoothing=0.1"), torch.device("cpu")
-        )

@@ -138,7 +138,7 @@ def sample(argv: Sequence[str]) -> int:
             "takes classifiers"
         )
     codec = task.codec()
-    begun = codec.encode(options.prompt)
+    begun = [*codec.encode(options.prompt)]
     if not begun:
         raise ConfigError("--prompt: it takes one token or more")
     tokens = continued(

@@ -17,7 +17,7 @@ from nmrun.lab.keys.models import GPT
 from nmrun.lab.keys.options import CLASSES, kind
 from nmrun.lab.models.hugging_face import TRANSPOSED, EncoderClassifier
 from nmrun.lab.tasks.hugging_face import fetch, quiet
-from nmrun.lab.tasks.text.corpus import LEVELS
+from nmrun.lab.tasks.text.files import LEVELS
 from nmrun.sparsity.check import check_nm
 
 PRETRAINED = ("hf_encoder", "hf_gpt2", "hf_causal")

@@ -118,15 +118,6 @@ class Subset(Seeded):
         int | None, whole(1, optional=True), "a subset of the test images; null = all"
     ] = None
 
-    def sizes(self) -> dict[str, Any]:
-        """The arguments of ``nmrun.lab.tasks.vision.images.split``."""
-        return {
-            "split_seed": self.split_seed,
-            "train_size": self.train_size,
-            "val_size": self.val_size,
-            "test_size": self.test_size,
-        }
-
 
 @dataclass(frozen=True)
 class FromDisk(Group):
@@ -326,7 +317,7 @@ class LabelledText(OwnFiles, Encoding, Seeded, Dataset):
     nmrun[texts]).
     """
 
-    builder: ClassVar[str] = "nmrun.lab.tasks.text.labelled_files.labelled_text"
+    builder: ClassVar[str] = "nmrun.lab.tasks.text.labelled.labelled_text"
 
     column: Annotated[str, TEXT, "column with the texts"] = "text"
     pair: Annotated[

@@ -434,9 +434,9 @@ class HFEncoder(Model):
     ] = "bert-base-uncased"
     pooling: Annotated[
         str,
-        one_of("cls", "mean", "similarity"),
-        "what the head sees: cls (first token, through the encoder's pooler if it has one), "
-        "mean (of all tokens), similarity (cosine of a pair's means)",
+        one_of("cls", "mean"),
+        "what the head sees: cls (first token, through the encoder's pooler if it has one), or "
+        "mean (of all tokens)",
     ] = "cls"
     dropout: Annotated[
         float, FRACTION, "dropout before the head; the encoder's own is in its config.json"

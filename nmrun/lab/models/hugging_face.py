@@ -6,9 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from nmrun.errors import ConfigError
 from nmrun.lab.models.texts import GPTNetwork
@@ -104,70 +102,31 @@ class EncoderClassifier(nn.Module):
 
     Input tokens (B, T), mask (B, T) bool (False is padding), segments (B, T); output (B, classes).
     With ``pooling=cls`` the head sees the first token, through the encoder's own pooler if it has
-    one; with ``mean`` that over a text's tokens. With ``similarity`` the two texts of a pair go
-    through the encoder one by one. The head sees ``10 (c - 0.5)``, c the cosine between their
-    means, as encoders of sentences are trained (Reimers & Gurevych 2019, arXiv 1908.10084). So
-    small a head wants ``optimizer.head_lr=0.02`` or so.
+    one; with ``mean`` that over a text's tokens.
     """
 
     def __init__(self, encoder: Any, classes: int, pooling: str, dropout: float) -> None:
         super().__init__()
         self.encoder, self.pooling = encoder, pooling
         self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(1 if pooling == "similarity" else encoder.config.hidden_size, classes)
+        self.head = nn.Linear(encoder.config.hidden_size, classes)
         nn.init.normal_(self.head.weight, std=0.02)  # as in BERT
         nn.init.zeros_(self.head.bias)
         self.has_segments = getattr(encoder.config, "type_vocab_size", 0) > 1
 
     def forward(self, tokens: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
-        if self.pooling == "similarity":
-            first, second = (
-                self._mean(text, mask, torch.zeros_like(text)).float()
-                for text, mask in _apart(tokens, mask, segments)
-            )
-            cosine = functional.cosine_similarity(first, second)[:, None]
-            # around zero, so that weight and bias can be told apart
-            return self.head(10 * (cosine - 0.5))
-        if self.pooling == "mean":
-            return self.head(self.dropout(self._mean(tokens, mask, segments)))
-        out = self._encoded(tokens, mask, segments)
-        pooled = getattr(out, "pooler_output", None)
-        return self.head(self.dropout(out.last_hidden_state[:, 0] if pooled is None else pooled))
-
-    def _encoded(self, tokens: Tensor, mask: Tensor, segments: Tensor) -> Any:
         inputs = {"token_type_ids": segments} if self.has_segments else {}
         # transformers checks whether a mask pads anything, which a tensor without values (for
         # counting FLOPs) cannot say
-        return self.encoder(tokens, attention_mask=None if mask.is_meta else mask.long(), **inputs)
-
-    def _mean(self, tokens: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
-        states = self._encoded(tokens, mask, segments).last_hidden_state
-        weights = mask[:, :, None].to(states.dtype)
-        return (states * weights).sum(1) / weights.sum(1)
-
-
-def _apart(tokens: Tensor, mask: Tensor, segments: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and mask of the first texts of pairs and of the second ones, these with the token that
-    begins the pair before them.
-    """
-    second = mask & (segments == 1)
-    firsts, seconds = (mask & ~second).sum(1), second.sum(1)
-    wide = tokens.shape[1]
-    long_first, long_second = (
-        (wide - wide // 2, wide // 2) if mask.is_meta else (int(firsts.max()), int(seconds.max()))
-    )
-    if not long_second:
-        raise ConfigError(
-            "model.pooling=similarity is for pairs of texts whose tokenizer tells the second from the "
-            "first, as BERT's does: here are single texts, or the tokenizer does not (RoBERTa's, MPNet's)"
-        )
-    position = torch.arange(long_second + 1, device=tokens.device)
-    places = torch.where(position > 0, firsts[:, None] + position - 1, 0).clamp_max(wide - 1)
-    ahead = torch.arange(long_first, device=tokens.device)
-    return [
-        (tokens[:, :long_first], ahead < firsts[:, None]),
-        (tokens.gather(1, places), position <= seconds[:, None]),
-    ]
+        padding = None if mask.is_meta else mask.long()
+        out = self.encoder(tokens, attention_mask=padding, **inputs)
+        states = out.last_hidden_state
+        if self.pooling == "mean":
+            weights = mask[:, :, None].to(states.dtype)
+            pooled = (states * weights).sum(1) / weights.sum(1)
+        else:
+            pooled = getattr(out, "pooler_output", None)
+        return self.head(self.dropout(states[:, 0] if pooled is None else pooled))
 
 
 def encoder(

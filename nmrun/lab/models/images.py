@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError, needs, refused
-from nmrun.lab.tasks.hugging_face import quiet_hub
+from nmrun.lab.tasks.hugging_face import quiet
 from nmrun.products.attention import DotProductAttention
 from nmrun.step.activations import SquaredReLU
 
@@ -130,34 +130,17 @@ class CifarResNet(nn.Module):
 
 
 SMALL = 64  # pixels; ``auto`` takes the small form up to this size
-FIRST = {  # the first convolution
-    **dict.fromkeys(("resnet18", "resnet34", "resnet50"), "conv1"),
-    "densenet121": "features.conv0",
-    "vgg16_bn": "features.0",
-    "mobilenet_v2": "features.0.0",
-    **dict.fromkeys(("swin_v2_t", "swin_v2_b"), "features.0.0"),
-}
 # Liu et al. 2022: width, blocks and heads of each stage, stochastic depth
 SWINS: dict[str, dict[str, Any]] = {
-    "swin_v2_t": {
-        "embed_dim": 96,
-        "depths": [2, 2, 6, 2],
-        "num_heads": [3, 6, 12, 24],
-        "stochastic_depth_prob": 0.2,
-    },
-    "swin_v2_b": {
-        "embed_dim": 128,
-        "depths": [2, 2, 18, 2],
-        "num_heads": [4, 8, 16, 32],
-        "stochastic_depth_prob": 0.5,
-    },
-}
+    "swin_v2_t": {"embed_dim": 96, "depths": [2, 2, 6, 2], "num_heads": [3, 6, 12, 24], "stochastic_depth_prob": 0.2},
+    "swin_v2_b": {"embed_dim": 128, "depths": [2, 2, 18, 2], "num_heads": [4, 8, 16, 32], "stochastic_depth_prob": 0.5},
+}  # fmt: skip
 
 
 def of_torchvision(
     name: str, shape: tuple[int, ...], classes: int, form: str, pretrained: bool = False
 ) -> nn.Module:
-    """A network of torchvision, a key of ``FIRST``. Raises ConfigError for ``pretrained`` where its
+    """A network of torchvision. Raises ConfigError for ``pretrained`` where its
     weights do not fit or cannot be downloaded.
 
     ``form`` is ``imagenet``, ``cifar``, or ``auto``: the latter up to 64 pixels. The form for CIFAR
@@ -180,13 +163,9 @@ def of_torchvision(
         model = _trained_by_torchvision(name, classes)
     else:
         model = getattr(models, name)(num_classes=classes)
-    first: Any = model.get_submodule(FIRST[name])
-    width, kernel, stride, padding = (
-        first.out_channels,
-        first.kernel_size,
-        first.stride,
-        first.padding,
-    )
+    place = next(n for n, module in model.named_modules() if isinstance(module, nn.Conv2d))
+    first: Any = model.get_submodule(place)
+    kernel, stride, padding = first.kernel_size, first.stride, first.padding
     if small and name in ("resnet18", "resnet34", "resnet50", "densenet121"):
         kernel, stride, padding = (3, 3), (1, 1), (1, 1)
         pool = "maxpool" if name != "densenet121" else "features.pool0"
@@ -197,9 +176,10 @@ def of_torchvision(
         second: Any = model.get_submodule("features.2.conv.1.0")
         stride = second.stride = (1, 1)
     if (channels, kernel, stride) != (first.in_channels, first.kernel_size, first.stride):
-        conv = nn.Conv2d(channels, width, kernel, stride, padding, bias=first.bias is not None)
+        bias = first.bias is not None
+        conv = nn.Conv2d(channels, first.out_channels, kernel, stride, padding, bias=bias)
         nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
-        model.set_submodule(FIRST[name], conv)
+        model.set_submodule(place, conv)
     return model
 
 
@@ -332,7 +312,7 @@ def of_timm(
     known = {"num_classes": classes, "in_chans": shape[0], "pretrained": pretrained}
     arguments = {**known, **(options or {})}
     said = f"model.name_in_timm={name_in_timm} with model.options={options}, images {shape}: "
-    with refused(said, TypeError, AssertionError, ValueError, RuntimeError, OSError), quiet_hub():
+    with refused(said, TypeError, AssertionError, ValueError, RuntimeError, OSError), quiet():
         try:
             model: nn.Module = timm.create_model(name_in_timm, img_size=shape[1:], **arguments)
         except TypeError:  # most convolutional networks take any size and have no such argument

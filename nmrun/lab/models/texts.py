@@ -71,11 +71,11 @@ class Block(nn.Module):
 
 
 class GPTDecoder(nn.Module):
-    """GPT-2 without a head: learned positions, and layer norm before each block. Modules have the
-    names of the original's variables.
+    """GPT-2 with the head of a subclass: learned positions, and layer norm before each block. Modules
+    have the names of the original's variables.
 
     Weights start normal with deviation 0.02, those that end in the residual stream with 0.02 /
-    sqrt(2 * layers) (section 2.3). A subclass calls :meth:`initialise` when it has its head.
+    sqrt(2 * layers) (section 2.3).
     """
 
     def __init__(
@@ -90,23 +90,23 @@ class GPTDecoder(nn.Module):
         activation: str = "gelu",
     ) -> None:
         super().__init__()
-        self.layers = layers
         self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
         self.h = nn.ModuleList(
             Block(width, heads, dropout, bias, activation) for _ in range(layers)
         )
         self.ln_f = nn.LayerNorm(width, bias=bias)
-
-    def initialise(self) -> None:
+        self.add_head(vocabulary, width)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 2:
-                nn.init.normal_(
-                    parameter,
-                    std=0.02 / (2 * self.layers) ** 0.5 if name.endswith("c_proj.weight") else 0.02,
-                )
+                ends = name.endswith("c_proj.weight")
+                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if ends else 0.02)
+
+    def add_head(self, vocabulary: int, width: int) -> None:
+        """Make the layer that sees :meth:`states`."""
+        raise NotImplementedError
 
     def states(self, tokens: Tensor) -> Tensor:
         """Tokens (B, T), T at most ``context``, to what a head sees of each (B, T, width)."""
@@ -120,29 +120,17 @@ class GPTDecoder(nn.Module):
 class GPTNetwork(GPTDecoder):
     """Tokens (B, T) to logits (B, T, ``vocabulary``); ``wte`` and ``lm_head`` are one weight."""
 
-    def __init__(
-        self,
-        vocabulary: int,
-        context: int,
-        layers: int,
-        heads: int,
-        width: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        activation: str = "gelu",
-    ) -> None:
-        super().__init__(vocabulary, context, layers, heads, width, dropout, bias, activation)
+    def add_head(self, vocabulary: int, width: int) -> None:
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         self.lm_head.weight = self.wte.weight
-        self.initialise()
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.lm_head(self.states(tokens))
 
 
 class Headed(GPTDecoder):
-    """A decoder, whose arguments come by name, and a linear ``head``, to fine-tune what was pre-trained
-    as ``model=gpt2`` (``init=RUN``).
+    """GPT-2 with a linear ``head`` of ``outputs`` in the place of ``lm_head``, to fine-tune what was
+    pre-trained as ``model=gpt2`` (``init=RUN``).
 
     Inputs are tokens (B, T), mask (B, T) bool (False is padding, at the right) and segments (B, T),
     which GPT-2 does not look at. ``init=RUN`` leaves ``heads_of_tasks`` as they are, here and
@@ -151,10 +139,13 @@ class Headed(GPTDecoder):
 
     heads_of_tasks: ClassVar[tuple[str, ...]] = ("lm_head", "head")
 
-    def __init__(self, classes: int, head_bias: bool, **decoder: Any) -> None:
-        super().__init__(**decoder)
-        self.head = nn.Linear(decoder["width"], classes, bias=head_bias)
-        self.initialise()
+    def __init__(self, outputs: int, head_bias: bool, **gpt: Any) -> None:
+        self.head_of = outputs, head_bias
+        super().__init__(**gpt)
+
+    def add_head(self, vocabulary: int, width: int) -> None:
+        outputs, bias = self.head_of
+        self.head = nn.Linear(width, outputs, bias=bias)
 
 
 class GPTClassifierNetwork(Headed):

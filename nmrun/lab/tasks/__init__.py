@@ -28,7 +28,7 @@ def build(config: Config, device: torch.device) -> Task:
         builder = find("dataset._target_", config.dataset.target, {})
         with refused("", ValueError):
             made = builder(config, device)
-        task: Task = own_task(made)
+        task = own_task(made)
     else:
         task = find_builder("dataset", config.dataset.name)(config, device)
     if not config.trainer.test:

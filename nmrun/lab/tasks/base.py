@@ -3,12 +3,12 @@ training."""
 
 from __future__ import annotations
 
-import inspect
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from types import MappingProxyType, MethodType
-from typing import Any, TypeVar, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,12 +17,16 @@ from torch import Tensor, nn
 from nmrun.errors import ConfigError
 from nmrun.lab import ranks
 
+if TYPE_CHECKING:
+    from nmrun.lab.keys.config import Config
+
 Batch = tuple[Tensor, ...]
 Tally = dict[str, Any]
 """What one rank found in its share of a split: plain data and CPU tensors, small enough to be sent."""
 Loss = Callable[[Any, Batch], Tensor]
 """The mean training loss of a micro-batch by a model: :meth:`Task.loss`, or more."""
 T = TypeVar("T")
+S = TypeVar("S")
 
 
 class Task(ABC):
@@ -184,44 +188,33 @@ class InMemory(ItemBatches):
         return [rows[piece.start : piece.stop] for piece in self.pieces(parts, mine)]
 
 
-def own_task(task: Any) -> Any:
-    """A task of the user's own, which may know nothing of shares: then each rank prepares whole
-    batches.
-
-    It has the attributes and methods of :class:`Task`. Those with a default may be missing, and
-    ``micro_batches`` may lack ``mine``.
-    """
-    needed = [
-        *Task.__abstractmethods__,
-        "batches_per_epoch",
-        "higher_is_better",
-        "inputs",
-        "metric",
-    ]
-    if missing := sorted(name for name in needed if not hasattr(task, name)):
+def own_task(task: Any) -> Task:
+    """Check what a builder of the user's own has returned. ConfigError where it is no task, or lacks
+    what has no default, or its batches are no tuples of tensors."""
+    needed = ("batches_per_epoch", "higher_is_better", "inputs", "metric")
+    if not isinstance(task, Task) or not all(hasattr(task, name) for name in needed):
         raise ConfigError(
-            f"dataset._target_ returned a {type(task).__name__}, and a task has {', '.join(missing)} "
-            "(nmrun.lab.tasks.base.Task)"
+            f"dataset._target_ returned a {type(task).__name__}: it takes a subclass of "
+            f"nmrun.lab.tasks.base.Task with {', '.join(needed)}"
         )
-    for name, default in vars(Task).items():
-        abstract = getattr(default, "__isabstractmethod__", False)
-        if not (name.startswith("_") or abstract or hasattr(task, name)):
-            setattr(task, name, MethodType(default, task) if callable(default) else default)
-    given = task.micro_batches
-    knows_shares = "mine" in inspect.signature(given).parameters
-
-    def micro_batches(epoch: int, index: int, parts: int, mine: range | None = None) -> list[Batch]:
-        if knows_shares:
-            batches = given(epoch, index, parts, mine)
-        else:
-            batches = picked(given(epoch, index, parts), mine)
-        for batch in batches:
-            check_batch("micro_batches", batch)
-        return list(batches)
-
-    task.micro_batches = micro_batches
-    check_batch("example", task.example())
+    batch: Any = task.example()
+    if not (isinstance(batch, tuple) and all(isinstance(each, Tensor) for each in batch)):
+        raise ConfigError(
+            f"example of the task gave a {type(batch).__name__}: a batch is a tuple of tensors"
+        )
     return task
+
+
+def settings(config: Config, device: torch.device | str) -> dict[str, Any]:
+    """What tasks take of a run, by the names of their arguments."""
+    trainer = config.trainer
+    return {
+        "batch_size": trainer.batch_size,
+        "seed": config.seed,
+        "label_smoothing": trainer.label_smoothing,
+        "limit_batches": trainer.limit_batches,
+        "device": device,
+    }
 
 
 def refuse_smoothing(smoothing: float, has: str) -> None:
@@ -229,14 +222,6 @@ def refuse_smoothing(smoothing: float, has: str) -> None:
     if smoothing:
         raise ConfigError(
             f"trainer.label_smoothing={smoothing} is for classes; this data set has {has}"
-        )
-
-
-def check_batch(method: str, batch: Any) -> None:
-    """ConfigError where a batch of the user's own is not a tuple of tensors."""
-    if not (isinstance(batch, tuple | list) and all(isinstance(each, Tensor) for each in batch)):
-        raise ConfigError(
-            f"{method} of the task gave a {type(batch).__name__}: a batch is a tuple of tensors"
         )
 
 
@@ -297,13 +282,20 @@ Progress = Callable[[int, int], None]
 evaluating: ContextVar[Progress | None] = ContextVar("evaluating", default=None)
 
 
-def watched(batches: Sequence[T]) -> Iterator[T]:
-    """Yield the batches of an evaluation, and tell :data:`evaluating` of each."""
-    tell = evaluating.get()
-    for number, batch in enumerate(batches):
-        if tell is not None:
-            tell(number, len(batches))
-        yield batch
+def shared(
+    pieces: Sequence[T], read: Callable[[T], S], rank: int, world: int
+) -> Iterator[tuple[T, S, bool]]:
+    """A rank's pieces of an evaluation, what each is read as, and whether it counts; in step with
+    the other ranks. Tells :data:`evaluating` of each."""
+    mine, tell = batches_of_rank(len(pieces), rank, world), evaluating.get()
+
+    def own() -> Iterator[tuple[T, S, bool]]:
+        for done, (number, counts) in enumerate(mine):
+            if tell is not None:
+                tell(done, len(mine))
+            yield pieces[number], read(pieces[number]), counts
+
+    return ranks.in_step(own())
 
 
 def batches_of_rank(count: int, rank: int, world: int) -> list[tuple[int, bool]]:
@@ -321,8 +313,9 @@ def generator(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
+@functools.lru_cache(4)
 def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
-    """A permutation of the items that depends only on seed and epoch."""
+    """A permutation of the items that depends only on seed and epoch. Nobody may change it."""
     # torch's CPU generator looks at the low 32 bits of a seed only, so the pair must be mixed into
     # them; another way than of generator() would change the order of finished runs
     mixed = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**32)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import textwrap
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nmrun.errors import ConfigError, needs
+from nmrun.errors import ConfigError, first_line, needs, refused
 
 # A network's vocabulary is made longer than its tokenizer's, by rows that no token has (1.8 % of
 # Phi-2's). More is another tokenizer.
@@ -25,36 +25,25 @@ def fetch(kind: str, key: str, source: str, **options: Any) -> Any:
     with needs(f"{key}={source}", "transformers"):
         import transformers
     loader = getattr(transformers, kind).from_pretrained
-    with (
-        _one_line(f"{key}={source}: cannot be loaded, as a folder or by its name on the hub"),
-        quiet(),
-    ):
+    said = f"{key}={source}: cannot be loaded, as a folder or by its name on the hub: "
+    with refused(said, Exception), quiet():  # each kind of file and network has errors of its own
         # else it would ask the user
         return loader(str(Path(source).expanduser()), trust_remote_code=False, **options)
 
 
-def rows(setting: str, *what: Any, **options: Any) -> Any:
+def rows(setting: str, *what: Any, split: str, **options: Any) -> Any:
     """A split by ``datasets.load_dataset(*what, ...)``. ``setting`` of the config names it, for errors.
     Raises ConfigError if datasets is not installed or nothing can be loaded."""
     with needs(setting, "texts"):
         import datasets
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it says of errors, they say
-    with _one_line(f"{setting}: {options['split']} cannot be loaded"), quiet_hub():
-        return datasets.load_dataset(*what, **options)
-
-
-@contextlib.contextmanager
-def _one_line(prefix: str) -> Iterator[None]:
-    """Make a ConfigError of what goes wrong while entered."""
     try:
-        yield
-    except Exception as error:  # each kind of file and of network has errors of its own
-        cause = (
-            error.__cause__ or error
-        )  # an error of datasets says that it failed, its cause says why
-        line = textwrap.shorten(str(cause) or type(cause).__name__, 300)
-        raise ConfigError(f"{prefix} ({line})") from None
+        with quiet():
+            return datasets.load_dataset(*what, split=split, **options)
+    except Exception as error:  # an error of datasets says that it failed, its cause says why
+        line = first_line(error.__cause__ or error)
+        raise ConfigError(f"{setting}: {split} cannot be loaded ({line})") from None
 
 
 def check_vocabulary(source: str, of_model: int, of_data: int, unused: float = UNUSED) -> None:
@@ -92,29 +81,20 @@ def fetch_whole(kind: str, source: str, besides: str = "", **options: Any) -> An
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Let transformers show neither progress bars nor warnings while the context is entered."""
-    from transformers.utils import logging as of_transformers
-
-    bars = of_transformers.is_progress_bar_enabled()
-    of_transformers.disable_progress_bar()
-    try:
-        with quiet_hub("transformers"):
-            yield
-    finally:
-        if bars:
-            of_transformers.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def quiet_hub(*others: str) -> Iterator[None]:
-    """Let the hub's client, and other packages, say nothing of retries and the like while the context is
-    entered: the error has it."""
-    loggers = [logging.getLogger(name) for name in ("huggingface_hub", *others)]
+    """Let the hub's client and transformers say nothing of retries and the like, and show no bars of
+    progress, while the context is entered: the error has it."""
+    loggers = [logging.getLogger(name) for name in ("huggingface_hub", "transformers")]
     levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    bars: Any = getattr(sys.modules.get("transformers"), "logging", None)
+    shown = bars is not None and bars.is_progress_bar_enabled()
     try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        if shown:
+            bars.disable_progress_bar()
         yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+        if shown:
+            bars.enable_progress_bar()

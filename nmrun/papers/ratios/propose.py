@@ -9,17 +9,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nmrun.lab import arguments
 from nmrun.lab.arguments import Parser, in_range
 from nmrun.lab.runs.run_folder import FINAL, RunFolder
 from nmrun.patterns import Pattern
 from nmrun.ranges import Check, number
-
-if TYPE_CHECKING:
-    from nmrun.lab.keys.config import Config
-    from nmrun.papers.ratios.search import Proposal
 
 # since N is halved
 POWER = Check("a power of two, 2 or more", lambda m: m >= 2 and not m & (m - 1))
@@ -70,7 +66,7 @@ def _proposal_lines(run: RunFolder, budget: float, m: int, cost: str) -> list[st
     from safetensors.torch import load_file
 
     from nmrun.lab import models, tasks
-    from nmrun.lab.config import schema
+    from nmrun.lab.config import command_line, schema
     from nmrun.papers.ratios import search
     from nmrun.sparsity.select import select
 
@@ -85,32 +81,23 @@ def _proposal_lines(run: RunFolder, budget: float, m: int, cost: str) -> list[st
         costs = search.flops_by_layer(model, names, task)
     proposal = search.search_ratios(model, budget, m, costs, **limits)
     width = max(map(len, proposal.ratios))
+    base = min(max(1, round(proposal.density * m)), m - 1)
+    ratios = ", ".join(
+        f"{name}: {'dense' if ratio.n == ratio.m else ratio}"
+        for name, ratio in proposal.ratios.items()
+    )
+    # the run's own command without its ratio
+    words, gone = shlex.split(run.command or "nmrun")[1:], ["sparsity", "sparsity.overrides"]
+    sparsity = [f"sparsity={base}:{m}", f"sparsity.overrides={{{ratios}}}"]
+    if config.recipe.name == "dense":  # STEP, or SR-STE for want of Adam
+        adam = config.optimizer.name in ("adam", "adamw")
+        gone, sparsity = [*gone, "recipe"], [f"recipe={'step' if adam else 'sr_ste'}", *sparsity]
+    words = [word for word in words if command_line.key(word) not in gone]
     return [
         *(
             f"  {name:<{width}}  {ratio!s:>7}  keeps {proposal.shares[name]:.1%} of the squared weights"
             for name, ratio in proposal.ratios.items()
         ),
         f"  {cost} {proposal.used:.3f} of dense, budget {budget:g}",
-        f"  {shlex.join(['nmrun', *_words(run, config), *_sparsity(proposal, m)])}",
+        f"  {shlex.join(['nmrun', *words, *sparsity])}",
     ]
-
-
-def _sparsity(proposal: Proposal, m: int) -> list[str]:
-    base = Pattern(min(max(1, round(proposal.density * m)), m - 1), m)
-    ratios = ", ".join(
-        f"{name}: {'dense' if r.n == r.m else r}" for name, r in proposal.ratios.items()
-    )
-    return [f"sparsity={base}", f"sparsity.overrides={{{ratios}}}"]
-
-
-def _words(run: RunFolder, config: Config) -> list[str]:
-    """The run's own command without its ratio; in the place of the dense recipe STEP, or SR-STE for want
-    of Adam."""
-    from nmrun.lab.config import command_line
-
-    words = shlex.split(run.command or "nmrun")[1:]
-    gone, new = ["sparsity", "sparsity.overrides"], list[str]()
-    if config.recipe.name == "dense":
-        adam = config.optimizer.name in ("adam", "adamw")
-        gone, new = [*gone, "recipe"], ["recipe=step" if adam else "recipe=sr_ste"]
-    return [word for word in words if command_line.key(word) not in gone] + new

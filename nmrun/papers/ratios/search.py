@@ -65,24 +65,24 @@ def search_ratios(
     the share N/M. None: their weights. ConfigError for a budget that no choice holds, with the least that
     can be had.
     """
-    layers = layer_shares(model, m, include, exclude)
-    if not layers:
+    squares = squared_groups(model, m, include, exclude)
+    if not squares:
         raise ConfigError(f"no layer of this model can hold groups of {m}")
     if not 1 / m <= budget < 1:
         raise ConfigError(f"budget {budget:g}: with M = {m} it is from {1 / m:g} to below 1")
-    costs = costs or {name: float(m * layer.groups) for name, layer in layers.items()}
-    options = halved(m)
-    prices = [[costs[name] * n / m for n in options] for name in layers]
-    gains = [[layer.shares[n] for n in options] for layer in layers.values()]
-    dense = sum(costs[name] for name in layers)
-    selection = best_choice(prices, gains, budget * dense * (1 + 1e-9))
-    n = {name: options[place] for name, place in zip(layers, selection, strict=True)}
+    options = [m >> times for times in range(m.bit_length())]
+    sizes = {name: groups.numel() for name, groups in squares.items()}
+    kept = {name: shares(groups, options) for name, groups in squares.items()}
+    costs = costs or sizes
+    dense = sum(costs[name] for name in squares)
+    prices = [[costs[name] * n / m for n in options] for name in squares]
+    selection = best_choice(prices, [*kept.values()], budget * dense * (1 + 1e-9))
+    n = {name: options[place] for name, place in zip(squares, selection, strict=True)}
     return Proposal(
         {name: Pattern(count, m) for name, count in n.items()},
-        {name: layers[name].shares[count] for name, count in n.items()},
+        {name: kept[name][place] for name, place in zip(squares, selection, strict=True)},
         sum(costs[name] * count / m for name, count in n.items()) / dense,
-        sum(layer.groups * n[name] for name, layer in layers.items())
-        / sum(layer.groups * m for layer in layers.values()),
+        sum(sizes[name] * count / m for name, count in n.items()) / sum(sizes.values()),
     )
 
 
@@ -114,39 +114,27 @@ def best_choice(
     return selection[::-1]
 
 
-@dataclass(frozen=True)
-class LayerShares:
-    """The number of a layer's groups, and by N the share of its squared weights that it keeps."""
-
-    groups: int
-    shares: dict[int, float]
-
-
 @torch.no_grad()
-def layer_shares(
+def squared_groups(
     model: nn.Module,
     m: int,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] = (),
-) -> dict[str, LayerShares]:
+) -> dict[str, Tensor]:
+    """The squared weights (groups, ``m``) of each layer that can hold groups, by module name."""
     weights: dict[str, list[Tensor]] = {}  # by module, as overrides are; some have several weights
     for c in select(model, Pattern(1, m), include, exclude)[0]:
         weights.setdefault(c.module_name, []).append(
             by_group(c.parameter, Pattern(1, m), c.dim).reshape(-1, m)
         )
-    layers = {}
-    for name, tensors in weights.items():
-        groups = torch.cat(tensors).double().square()
-        # of the n largest of every group
-        sums = groups.sort(dim=1, descending=True).values.sum(0).cumsum(0)
-        shares = (sums / sums[-1].clamp_min(torch.finfo(sums.dtype).tiny)).tolist()
-        layers[name] = LayerShares(len(groups), {n: shares[n - 1] for n in halved(m)})
-    return layers
+    return {name: torch.cat(tensors).double().square() for name, tensors in weights.items()}
 
 
-def halved(m: int) -> list[int]:
-    """m, m/2, m/4, ..., 1, of a power of two."""
-    return [m >> times for times in range(m.bit_length())]
+def shares(groups: Tensor, options: Sequence[int]) -> list[float]:
+    """The share of the squares (groups, m) that the n largest of every group have, for each n."""
+    sums = groups.sort(dim=1, descending=True).values.sum(0).cumsum(0)
+    of_all: list[float] = (sums / sums[-1].clamp_min(torch.finfo(sums.dtype).tiny)).tolist()
+    return [of_all[n - 1] for n in options]
 
 
 def flops_by_layer(model: nn.Module, names: Sequence[str], task: Task) -> dict[str, float]:

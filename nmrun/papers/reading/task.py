@@ -1,12 +1,20 @@
-"""Reading comprehension: the passage of a text that answers a question, or that there is none."""
+"""Reading comprehension: the passage of a text that answers a question, or that there is none.
+
+Questions are SQuAD's (Rajpurkar et al. 2016, arXiv 1606.05250, and 2018, arXiv 1806.03822), or generated.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import random
 import re
 import string
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,22 +23,22 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nmrun.errors import ConfigError
-from nmrun.lab import ranks
+from nmrun.errors import ConfigError, refused
 from nmrun.lab.keys.datasets import Encoding
 from nmrun.lab.models.texts import Headed, embedded
+from nmrun.lab.tasks import storage
 from nmrun.lab.tasks.base import (
     Batch,
     InMemory,
     Tally,
-    batches_of_rank,
     limited,
     refuse_smoothing,
     sent,
-    watched,
+    settings,
+    shared,
 )
 from nmrun.lab.tasks.text.classification import PretrainedTokenizer, Tokenizer, Words, tokenizer
-from nmrun.papers.reading.keys import Windowed
+from nmrun.papers.reading import GeneratedQuestions, Squad, Windowed
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
@@ -64,9 +72,11 @@ class Reading(InMemory):
         stride: int,
         batch_size: int,
         seed: int,
+        label_smoothing: float = 0.0,
         limit_batches: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
+        refuse_smoothing(label_smoothing, "answers")
         self.questions = splits
         self.windows = {
             name: windows(questions, tokenizer, stride) for name, questions in splits.items()
@@ -75,25 +85,20 @@ class Reading(InMemory):
         self.padding, self.device = tokenizer.padding, torch.device(device)
         self.inputs = {"vocabulary": tokenizer.vocabulary, "max_length": tokenizer.max_length}
         self.seed = seed
-        some_have_none = any(not q.answers for name in splits for q in splits[name])
-        self.may_have_none = some_have_none
-        self._order: tuple[int, list[int]] = (-1, [])
+        self.may_have_none = any(not q.answers for name in splits for q in splits[name])
 
     @classmethod
     def of(
         cls, config: Config, splits: Mapping[str, Sequence[Question]], device: torch.device
     ) -> Reading:
-        most = config.trainer.limit_evaluation
-        refuse_smoothing(config.trainer.label_smoothing, "answers")
-        return cls(
-            limited(splits, most, lambda questions, most: questions[:: -(-len(questions) // most)]),
-            tokenizer(config.dataset.as_kind(Encoding)),
-            config.dataset.as_kind(Windowed).stride,
-            batch_size=config.trainer.batch_size,
-            seed=config.seed,
-            limit_batches=config.trainer.limit_batches,
-            device=device,
+        few = limited(
+            splits,
+            config.trainer.limit_evaluation,
+            lambda questions, most: questions[:: -(-len(questions) // most)],
         )
+        encoder = tokenizer(config.dataset.as_kind(Encoding))
+        stride = config.dataset.as_kind(Windowed).stride
+        return cls(few, encoder, stride, **settings(config, device))
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         *inputs, spans = batch
@@ -112,7 +117,8 @@ class Reading(InMemory):
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
         """Of each window its number, loss, best span's score and characters, and the score of none."""
         rows, results = [], []
-        for numbers, batch, counts in ranks.in_step(self._evaluation(split, rank, world)):
+        pieces, read = self._evaluated(split), partial(self._batch, split)
+        for numbers, batch, counts in shared(pieces, read, rank, world):
             *inputs, spans = batch
             logits = model(*inputs).float()
             losses = _losses(logits, inputs[1], spans).cpu().double()
@@ -148,24 +154,14 @@ class Reading(InMemory):
         ]
         return {"loss": float(results[:, 0].mean()), **scores(answers, questions)}
 
-    def _evaluation(
-        self, split: str, rank: int, world: int
-    ) -> Iterator[tuple[list[int], Batch, bool]]:
-        """A rank's batches of a split, short windows first: numbers, windows, whether they count."""
+    def _evaluated(self, split: str) -> list[list[int]]:
+        """The windows of each batch of an evaluation, short ones first."""
         text_windows = self.windows[split]
         order = sorted(range(len(text_windows)), key=lambda row: len(text_windows[row].tokens))
-        pieces = [
-            order[start : start + EVALUATED_AT_ONCE]
-            for start in range(0, len(order), EVALUATED_AT_ONCE)
-        ]
-        for number, counts in watched(batches_of_rank(len(pieces), rank, world)):
-            yield pieces[number], self._batch(split, pieces[number]), counts
+        return [order[i : i + EVALUATED_AT_ONCE] for i in range(0, len(order), EVALUATED_AT_ONCE)]
 
-    def _permutation(self, epoch: int) -> list[int]:
-        if self._order[0] != epoch:
-            random = np.random.default_rng((self.seed, epoch))
-            self._order = epoch, random.permutation(len(self.windows["train"])).tolist()
-        return self._order[1]
+    def _permutation(self, epoch: int) -> NDArray[np.int64]:
+        return np.random.default_rng((self.seed, epoch)).permutation(len(self.windows["train"]))
 
     def _batch(self, split: str, rows: Sequence[int]) -> Batch:
         text_windows = [self.windows[split][row] for row in rows]
@@ -180,11 +176,10 @@ class Reading(InMemory):
 
     @staticmethod
     def _pad(columns: Sequence[Any], filling: int) -> tuple[Tensor, Tensor]:
+        tensors = [torch.from_numpy(column).long() for column in columns]
+        filled = nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=filling)
         lengths = torch.tensor([len(column) for column in columns])
-        mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        filled = torch.full(mask.shape, filling)
-        filled[mask] = torch.from_numpy(np.concatenate(columns)).long()
-        return filled, mask
+        return filled, torch.arange(filled.shape[1]) < lengths[:, None]
 
 
 def best_spans(logits: Tensor, of_text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -381,3 +376,110 @@ def gpt_reader(
     """A reader, whose head has a bias, as in transformers; see ``gpt_classifier``."""
     size = embedded(vocabulary, max_length, context, embeddings)
     return GPTReaderNetwork(2, True, vocabulary=size, context=context, **decoder)
+
+
+HOW = "put SQuAD's JSON files there (rajpurkar.github.io/SQuAD-explorer)"
+
+
+def load_squad(
+    version: str,
+    held_out: float = Squad.held_out,
+    split_seed: int = Squad.split_seed,
+    limit: int | None = Squad.limit,
+) -> dict[str, list[Question]]:
+    """The questions of a version by split, from the official JSON files; in ``v2.0`` some have no
+    answer.
+
+    The official test sets are not public, so the development set is the test here, as is usual. The
+    share ``held_out`` of the training articles is for validation. ``limit`` takes the questions of
+    the first articles of the shuffle. Raises ConfigError for files that are missing or not as they
+    should be.
+    """
+    train, dev = (
+        read(storage.find("squad", [f"squad/{name}-{version}.json"], HOW))
+        for name in ("train", "dev")
+    )
+    random.Random(split_seed).shuffle(train)
+    cut = len(train) - math.ceil(held_out * len(train))
+    first, val, test = (
+        [question for article in articles for question in article]
+        for articles in (train[:cut], train[cut:], dev)
+    )
+    return {"train": first[:limit], "val": val, "test": test}
+
+
+def squad(config: Config, device: torch.device) -> Reading:
+    options = config.dataset.as_kind(Squad)
+    splits = load_squad(options.version, options.held_out, options.split_seed, options.limit)
+    return Reading.of(config, splits, device)
+
+
+def read(path: Path) -> list[list[Question]]:
+    """The questions of a file by article. Raises ConfigError for what is no such file."""
+    with refused(f"{path}: no file of SQuAD: ", OSError, ValueError, KeyError, TypeError):
+        articles = json.loads(path.read_text(encoding="utf-8"))["data"]
+        return [
+            [question for text in a["paragraphs"] for question in _questions(text)]
+            for a in articles
+        ]
+
+
+def _questions(paragraph: dict[str, Any]) -> list[Question]:
+    return [
+        Question(
+            entry["id"],
+            entry["question"].strip(),
+            paragraph["context"],
+            tuple((answer["text"], answer["answer_start"]) for answer in entry["answers"]),
+        )
+        for entry in paragraph["qas"]
+    ]
+
+
+PEOPLE = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Ida")
+FACTS = {
+    "Where does {} live?": ("{} lives in {}.", ("Rome", "Paris", "Lima", "Oslo", "New York")),
+    "What does {} like?": ("{} likes {}.", ("green tea", "chess", "old films", "rain", "jazz")),
+}
+HELD_OUT = 200  # questions for validation, and as many for the test
+
+
+@cache
+def generated(size: int = 2000, split_seed: int = 0) -> dict[str, list[Question]]:
+    """Who lives where and likes what, asked of a text that says so of several people; one question
+    in five has no answer. All texts differ. ``size`` are for training, and 200 for each other
+    split.
+    """
+    rng = random.Random(split_seed)
+    by_text: dict[str, Question] = {}
+    while len(by_text) < size + 2 * HELD_OUT:
+        question = _question(rng, str(len(by_text)))
+        by_text.setdefault(question.text, question)
+    rows = list(by_text.values())
+    return {
+        "train": rows[:size],
+        "val": rows[size : size + HELD_OUT],
+        "test": rows[size + HELD_OUT :],
+    }
+
+
+def generated_questions(config: Config, device: torch.device) -> Reading:
+    options = config.dataset.as_kind(GeneratedQuestions)
+    return Reading.of(config, generated(options.size, options.split_seed), device)
+
+
+def _question(rng: random.Random, key: str) -> Question:
+    people = rng.sample(PEOPLE, 4)
+    kinds = [rng.choice(list(FACTS)) for _ in people]
+    facts = [FACTS[kind] for kind in kinds]
+    values = [rng.choice(choices) for _, choices in facts]
+    sentences = [
+        form.format(who, value) for (form, _), who, value in zip(facts, people, values, strict=True)
+    ]
+    text, about = " ".join(sentences), rng.randrange(len(people))
+    if rng.random() < 0.2:  # the text does not tell this of that person
+        other = next(kind for kind in FACTS if kind != kinds[about])
+        return Question(key, other.format(people[about]), text, ())
+    before = sum(len(sentence) + 1 for sentence in sentences[:about])
+    place = before + sentences[about].index(values[about])
+    return Question(key, kinds[about].format(people[about]), text, ((values[about], place),))

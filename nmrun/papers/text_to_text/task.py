@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nmrun.errors import ConfigError
 from nmrun.lab.keys.datasets import Glue
 from nmrun.lab.models.hugging_face import Wrapped
-from nmrun.lab.tasks.base import Batch, limited, refuse_smoothing, sent, thinned
+from nmrun.lab.tasks.base import Batch, limited, refuse_smoothing, sent, settings, thinned
 from nmrun.lab.tasks.hugging_face import check_vocabulary, fetch, fetch_whole
 from nmrun.lab.tasks.text import labelled
 from nmrun.lab.tasks.text.classification import Text, TextClassification, Tokenizer, tokenizer
@@ -51,9 +50,11 @@ class TextToText(TextClassification):
         metrics: Sequence[str],
         batch_size: int,
         seed: int,
+        label_smoothing: float = 0.0,
         limit_batches: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
+        refuse_smoothing(label_smoothing, "texts")
         classes = len(answers) if values is None else 1
         super().__init__(
             *(splits, tokenizer, classes, metrics, batch_size, seed),
@@ -151,19 +152,9 @@ def glue_text(config: Config, device: torch.device) -> TextToText:
     spec = labelled.TASKS[options.task]
     answers = ANSWERS.get(options.task, spec.labels) or tuple(f"{score:.1f}" for score in SCORES)
     values = None if spec.labels else SCORES
-    trainer = config.trainer
-    refuse_smoothing(trainer.label_smoothing, "texts")
-    return TextToText(
-        limited(splits, trainer.limit_evaluation, thinned),
-        tokenizer(options),
-        answers,
-        values,
-        spec.metrics,
-        batch_size=trainer.batch_size,
-        seed=config.seed,
-        limit_batches=trainer.limit_batches,
-        device=device,
-    )
+    few = limited(splits, config.trainer.limit_evaluation, thinned)
+    encoder = tokenizer(options)
+    return TextToText(few, encoder, answers, values, spec.metrics, **settings(config, device))
 
 
 class T5Network(Wrapped):
@@ -188,10 +179,8 @@ def t5(vocabulary: int, max_length: int, pretrained: str) -> T5Network:
     """A pretrained network in float32. Its dropout is that of its ``config.json``, its positions
     are relative and have no end.
 
-    Raises ConfigError where it cannot be loaded, is no T5, or has another vocabulary than the data.
+    Raises ConfigError where it cannot be loaded, or has another vocabulary than the data.
     """
     config = fetch("AutoConfig", "model.pretrained", pretrained)
-    if config.model_type != "t5":
-        raise ConfigError(f"model.pretrained={pretrained}: {config.model_type} is no T5")
     check_vocabulary(pretrained, config.vocab_size, vocabulary)
     return T5Network(fetch_whole("T5ForConditionalGeneration", pretrained))

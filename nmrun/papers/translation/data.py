@@ -12,11 +12,10 @@ import torch
 
 from nmrun.errors import ConfigError, refused
 from nmrun.lab.tasks.storage import cache_folder, key_of
-from nmrun.papers.translation.fairseq import fairseq
-from nmrun.papers.translation.keys import CopyReverse, Fairseq, Multi30k
+from nmrun.papers.translation import CopyReverse, Fairseq, Multi30k
+from nmrun.papers.translation.fairseq import Dictionary, dictionary, fairseq
 from nmrun.papers.translation.prepare import multi30k_files, prepare, read
-from nmrun.papers.translation.sentences import Corpus, Dictionary
-from nmrun.papers.translation.task import Translation
+from nmrun.papers.translation.task import Corpus, Translation
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
@@ -113,39 +112,15 @@ def multi30k(config: Config, device: torch.device) -> Translation:
 
 ORDERS = ("copy", "reverse")
 TokenPair = tuple[list[int], list[int]]  # source and target, as tokens
-SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]  # with the numbers that fairseq gives them
-
-
-class Symbols:
-    """A fixed list of words as a dictionary; see :class:`nmrun.papers.translation.sentences.Dictionary`."""
-
-    def __init__(self, words: list[str]) -> None:
-        self.symbols = [*SPECIAL, *words]
-
-    def pad(self) -> int:
-        return 1
-
-    def eos(self) -> int:
-        return 2
-
-    def unk(self) -> int:
-        return 3
-
-    def __len__(self) -> int:
-        return len(self.symbols)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Symbols) and self.symbols == other.symbols
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.symbols))
+END = 2  # fairseq's number of the end mark; words begin after those of four marks
+ORDER = 4
 
 
 def copy_reverse(config: Config, device: torch.device) -> Translation:
     options = config.dataset.as_kind(CopyReverse)
-    vocabulary = Symbols([*ORDERS, *(f"w{number}" for number in range(options.words))])
+    vocabulary = dictionary([*ORDERS, *(f"w{number}" for number in range(options.words))])
     splits, references = {}, {}
-    for name, pairs in generated(options, vocabulary).items():
+    for name, pairs in generated(options).items():
         source, target = ([sentence[side] for sentence in pairs] for side in (0, 1))
         splits[name] = Corpus.of(source), Corpus.of(target)
         references[name] = [
@@ -154,7 +129,7 @@ def copy_reverse(config: Config, device: torch.device) -> Translation:
     return Translation.of(config, splits, vocabulary, vocabulary, references, " ".join, device)
 
 
-def generated(options: CopyReverse, vocabulary: Symbols) -> dict[str, list[TokenPair]]:
+def generated(options: CopyReverse) -> dict[str, list[TokenPair]]:
     """Different sentences, source and target, by split: the first word says whether the target is
     the rest or the rest reversed.
 
@@ -173,18 +148,16 @@ def generated(options: CopyReverse, vocabulary: Symbols) -> dict[str, list[Token
     random = np.random.default_rng(options.split_seed)
     pairs: dict[tuple[int, ...], TokenPair] = {}
     while len(pairs) < total:
-        pair = _sentence(random, vocabulary, options.words, options.longest)
+        pair = _sentence(random, options.words, options.longest)
         pairs[tuple(pair[0])] = pair
     token_pairs = list(pairs.values())
     mixed = iter([token_pairs[place] for place in random.permutation(total)])
     return {name: list(itertools.islice(mixed, size)) for name, size in sizes.items()}
 
 
-def _sentence(
-    random: np.random.Generator, vocabulary: Symbols, words: int, longest: int
-) -> TokenPair:
+def _sentence(random: np.random.Generator, words: int, longest: int) -> TokenPair:
     order = int(random.integers(len(ORDERS)))
-    first = len(SPECIAL) + len(ORDERS)
+    first = ORDER + len(ORDERS)
     rest = random.integers(first, first + words, size=random.integers(2, longest + 1)).tolist()
     target = rest if ORDERS[order] == "copy" else rest[::-1]
-    return [len(SPECIAL) + order, *rest, vocabulary.eos()], [*target, vocabulary.eos()]
+    return [ORDER + order, *rest, END], [*target, END]

@@ -8,8 +8,8 @@ import importlib
 import logging
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hydra.core.config_store import ConfigStore
 
@@ -17,7 +17,18 @@ from nmrun.errors import needs, refused
 
 if TYPE_CHECKING:
     from nmrun.papers.translation.fairseq_modules import TranslationTransformer
-    from nmrun.papers.translation.sentences import Dictionary
+
+
+class Dictionary(Protocol):
+    """The tokens of a language; ``fairseq.data.Dictionary`` is one. Token i is ``symbols[i]``."""
+
+    symbols: list[str]
+
+    def add_symbol(self, word: str) -> int: ...
+    def pad(self) -> int: ...
+    def eos(self) -> int: ...
+    def unk(self) -> int: ...
+    def __len__(self) -> int: ...
 
 
 def fairseq(module: str) -> Any:
@@ -27,6 +38,14 @@ def fairseq(module: str) -> Any:
     name = module if module.startswith("nmrun.") else f"fairseq.{module}"
     with needs("translation", "translation"), undisturbed():
         return importlib.import_module(name)
+
+
+def dictionary(words: Iterable[str]) -> Dictionary:
+    """These words after fairseq's four marks."""
+    made: Dictionary = fairseq("data").Dictionary()
+    for word in words:
+        made.add_symbol(word)
+    return made
 
 
 @contextlib.contextmanager

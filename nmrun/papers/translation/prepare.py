@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,6 @@ Files = dict[str, tuple[Path, Path]]
 LONGEST = 250  # subwords of a side of a training pair
 
 
-def text_file(prefix: Path, language: str) -> Path:
-    """``<prefix>.<language>``, or that with ``.gz``. Raises ConfigError if there is neither."""
-    for name in (f"{prefix}.{language}", f"{prefix}.{language}.gz"):
-        if Path(name).is_file():
-            return Path(name)
-    raise ConfigError(f"{prefix}.{language}: there is no such file, nor with .gz")
-
-
 def multi30k_files(languages: tuple[str, str], test: str) -> Files:
     """The raw text of Multi30k: files of train, valid and test for both languages. Raises
     ConfigError with how to get it.
@@ -40,14 +33,21 @@ def multi30k_files(languages: tuple[str, str], test: str) -> Files:
     folder = data_folder() / "multi30k"
     names = {"train": "train", "valid": "val", "test": test}
     with refused("dataset=multi30k, data/task1/raw of github.com/multi30k/dataset: ", ConfigError):
-        return _files({split: folder / name for split, name in names.items()}, languages)
+        return text_files({split: folder / name for split, name in names.items()}, languages)
 
 
-def _files(prefixes: dict[str, Path], languages: tuple[str, str]) -> Files:
-    return {
-        split: (text_file(prefix, languages[0]), text_file(prefix, languages[1]))
-        for split, prefix in prefixes.items()
-    }
+def text_files(prefixes: dict[str, Path], languages: tuple[str, str]) -> Files:
+    """The files of each split, ``<prefix>.<language>`` or that with ``.gz``. Raises ConfigError where
+    there is neither."""
+    files = {}
+    for split, prefix in prefixes.items():
+        sides = [f"{prefix}.{language}" for language in languages]
+        left, right = (Path(side if Path(side).is_file() else f"{side}.gz") for side in sides)
+        for file in (left, right):
+            if not file.is_file():
+                raise ConfigError(f"{file.with_suffix('')}: there is no such file, nor with .gz")
+        files[split] = left, right
+    return files
 
 
 def prepare(texts: Files, languages: tuple[str, str], to: Path, vocabulary: int) -> str:
@@ -61,19 +61,25 @@ def prepare(texts: Files, languages: tuple[str, str], to: Path, vocabulary: int)
     """
     with needs("BPE", "translation"):
         from sentencepiece import SentencePieceProcessor
-    lines = {split: [read(file) for file in files] for split, files in texts.items()}
-    for split, (left, right) in lines.items():
+    lines: dict[str, list[tuple[str, str]]] = {}
+    for split, files in texts.items():
+        left, right = map(read, files)
         if len(left) != len(right):
-            names = " and ".join(str(file) for file in texts[split])
+            names = " and ".join(map(str, files))
             raise ConfigError(f"{names}: {len(left)} and {len(right)} lines")
-    lines["train"] = _pairs(lines["train"], lambda left, right: left.strip() and right.strip())
-    model = _bpe([*lines["train"][0], *lines["train"][1]], vocabulary)
+        lines[split] = list(zip(left, right, strict=True))
+    lines["train"] = [pair for pair in lines["train"] if all(side.strip() for side in pair)]
+    model = _bpe(itertools.chain(*zip(*lines["train"], strict=True)), vocabulary)
     encode = SentencePieceProcessor(model_proto=model).encode
     pieces = {
-        split: [encode(side, out_type=str) for side in sides] for split, sides in lines.items()
+        split: [[encode(side, out_type=str) for side in pair] for pair in pairs]
+        for split, pairs in lines.items()
     }
-    pieces["train"] = _pairs(pieces["train"], lambda *both: max(map(len, both)) <= LONGEST)
-    dictionary = _dictionary(pieces["train"])
+    pieces["train"] = [p for p in pieces["train"] if max(map(len, p)) <= LONGEST]
+    dictionary = fairseq("data").Dictionary()
+    for piece, number in Counter(itertools.chain(*itertools.chain(*pieces["train"]))).items():
+        dictionary.add_symbol(piece, number)
+    dictionary.finalize()  # the commonest first, and a multiple of 8 tokens
     to.parent.mkdir(parents=True, exist_ok=True)
     with locks.folder_beside(to) as part:
         (folder := part / to.name).mkdir()
@@ -82,22 +88,17 @@ def prepare(texts: Files, languages: tuple[str, str], to: Path, vocabulary: int)
             (folder / f"sentencepiece.{language}.model").write_bytes(model)
             for split in texts:
                 name = folder / f"{split}.{'-'.join(languages)}.{language}"
-                _binarise(pieces[split][side], dictionary, name)
+                _binarise([pair[side] for pair in pieces[split]], dictionary, name)
                 if side == 1 and split != "train":
-                    plain = "".join(f"{line}\n" for line in lines[split][1])
+                    plain = "".join(f"{target}\n" for _, target in lines[split])
                     Path(f"{name}.txt").write_bytes(plain.encode())
         try:
             os.rename(folder, to)
         except OSError:
             if not to.is_dir():  # otherwise another process was faster, with the same
                 raise
-    counts = ", ".join(f"{split} {len(sides[0])}" for split, sides in pieces.items())
+    counts = ", ".join(f"{split} {len(pairs)}" for split, pairs in pieces.items())
     return f"{to}: {counts} pairs; a dictionary of {len(dictionary)} tokens"
-
-
-def _pairs(sides: Sequence[list[Any]], fits: Callable[[Any, Any], Any]) -> list[list[Any]]:
-    kept = [pair for pair in zip(*sides, strict=True) if fits(*pair)]
-    return [[pair[side] for pair in kept] for side in (0, 1)]
 
 
 def read(file: Path) -> list[str]:
@@ -131,15 +132,6 @@ def _bpe(text: Iterable[str], vocabulary: int) -> bytes:
     return model.getvalue()
 
 
-def _dictionary(sides: list[list[list[str]]]) -> Any:
-    counts = [Counter(piece for sentence in side for piece in sentence) for side in sides]
-    dictionary = fairseq("data").Dictionary()
-    for piece, number in (counts[0] + counts[1]).items():
-        dictionary.add_symbol(piece, number)
-    dictionary.finalize()  # the commonest first, and a multiple of 8 tokens
-    return dictionary
-
-
 def _binarise(sentences: list[list[str]], dictionary: Any, name: Path) -> None:
     import torch
 
@@ -158,11 +150,6 @@ def main(argv: list[str]) -> int:
         description="Make subwords and fairseq's binary files of pairs of sentences, for dataset=fairseq or fairseq-train.",
     )
     parser.add_argument(
-        "corpus",
-        choices=["multi30k", "parallel"],
-        help="Multi30k below NMRUN_DATA, or any line-by-line text",
-    )
-    parser.add_argument(
         "--out", type=Path, required=True, help="the folder to write; it must not be there yet"
     )
     parser.add_argument(
@@ -177,7 +164,8 @@ def main(argv: list[str]) -> int:
         parser.add_argument(
             f"--{split}",
             type=Path,
-            help=f"parallel: the {split} texts, without their ending .<language> or .<language>.gz",
+            required=True,
+            help=f"the {split} texts, without their ending .<language> or .<language>.gz",
         )
     parser.add_argument(
         "--vocabulary", type=int, default=8000, help="subwords of BPE (default: %(default)s)"
@@ -186,13 +174,8 @@ def main(argv: list[str]) -> int:
     languages = options.source, options.target
     if options.out.exists():
         raise ConfigError(f"--out {options.out}: it is there already")
-    if options.corpus == "multi30k":
-        texts = multi30k_files(languages, "test_2016_flickr")
-    else:
-        prefixes = {split: getattr(options, split) for split in ("train", "valid", "test")}
-        if None in prefixes.values():
-            raise ConfigError(f"prepare parallel: it takes {', '.join(f'--{s}' for s in prefixes)}")
-        texts = _files(prefixes, languages)
+    prefixes = {split: getattr(options, split) for split in ("train", "valid", "test")}
+    texts = text_files(prefixes, languages)
     print(prepare(texts, languages, options.out, options.vocabulary))
     print(
         f"  nmrun dataset=fairseq dataset.path={options.out} dataset.subwords=sentencepiece model=fairseq_transformer"

@@ -1,45 +1,108 @@
-"""Translation: batches of so many tokens, label smoothing as fairseq defines it, perplexity, and
-BLEU by beam search.
+"""Translation: sentences in batches of so many tokens, label smoothing as fairseq defines it,
+perplexity, and BLEU by beam search.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nmrun.lab import ranks
+from nmrun.errors import ConfigError
 from nmrun.lab.tasks.base import (
     Batch,
     Categorical,
     Tally,
-    batches_of_rank,
     limited,
     picked,
     sent,
-    watched,
+    settings,
+    shared,
 )
-from nmrun.papers.translation.fairseq import fairseq
-from nmrun.papers.translation.keys import Translated
-from nmrun.papers.translation.sentences import (
-    Dictionary,
-    Pair,
-    Rows,
-    bucketed,
-    check,
-    shuffled_within,
-)
+from nmrun.papers.translation import Translated
+from nmrun.papers.translation.fairseq import Dictionary, fairseq
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
 
 # a translation ends after 1.2 * (length of the longest source sentence of its batch) + 10 tokens
 LONGEST = (1.2, 10)
+
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Sentences as token numbers, one after the other: sentence i is ``tokens[starts[i] : starts[i
+    + 1]]``, its last token the end mark.
+    """
+
+    tokens: NDArray[Any]
+    starts: Rows
+
+    @classmethod
+    def of(cls, sentences: Sequence[Sequence[int]]) -> Corpus:
+        """Join sentences, each a sequence of token numbers with the end mark last."""
+        flat = [token for sentence in sentences for token in sentence]
+        return cls(np.array(flat, np.int32), np.cumsum([0, *map(len, sentences)]))
+
+    def first(self, count: int) -> Corpus:
+        """The first ``count`` sentences."""
+        starts = self.starts[: count + 1]
+        return Corpus(self.tokens[: starts[-1]], starts)
+
+    @property
+    def lengths(self) -> Rows:
+        return np.diff(self.starts)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def padded(
+        self, rows: Rows, padding: int, left: bool = False
+    ) -> tuple[Rows, NDArray[np.bool_]]:
+        """Sentences padded to the longest of them, int64, and where there is no padding, (n,
+        length) each. ``left``: as encoders want it.
+        """
+        lengths = (self.starts[rows + 1] - self.starts[rows])[:, None]
+        columns = np.arange(lengths.max()) - (lengths.max() - lengths if left else 0)
+        inside = (columns >= 0) & (columns < lengths)
+        places = np.where(inside, self.starts[rows, None] + columns, 0)
+        return np.where(inside, self.tokens[places], padding), inside
+
+
+Pair = tuple[Corpus, Corpus]
+
+
+def bucketed(pair: Pair, max_tokens: int) -> tuple[Rows, Rows]:
+    """Sentences ``rows`` by length, and ``cuts``: batch i is ``rows[cuts[i] : cuts[i + 1]]``."""
+    source, target = (corpus.lengths for corpus in pair)
+    rows = np.lexsort((target, source))
+    cuts, widest = [0], 0
+    for end, width in enumerate(np.maximum(source, target)[rows].tolist()):
+        widest = max(widest, width)
+        if widest * (end + 1 - cuts[-1]) > max_tokens and end > cuts[-1]:
+            cuts.append(end)
+            widest = width
+    return rows, np.array([*cuts, len(rows)])
+
+
+def shuffled_within(rows: Rows, pair: Pair, random: np.random.Generator) -> Rows:
+    """``rows`` of :func:`bucketed` in another order that it could have given: sentences of equal
+    lengths change places.
+    """
+    mixed = random.permutation(rows)
+    source, target = (corpus.lengths[mixed] for corpus in pair)
+    return mixed[np.lexsort((target, source))]
 
 
 class Translation(Categorical):
@@ -81,8 +144,12 @@ class Translation(Categorical):
         limit_batches: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        for name, pair in splits.items():
-            check(name, pair)
+        for name, sides in splits.items():
+            source_count, target_count = map(len, sides)
+            if source_count != target_count or not source_count:
+                raise ConfigError(
+                    f"{name}: {source_count} source sentences and {target_count} target sentences"
+                )
         self.splits, self.source, self.target = splits, source, target
         self.references, self.detokenize = references, detokenize
         self.has_test = "test" in splits
@@ -107,8 +174,9 @@ class Translation(Categorical):
         detokenize: Callable[[list[str]], str],
         device: torch.device,
     ) -> Translation:
-        keys = config.dataset.as_kind(Translated)
-        most = config.trainer.limit_evaluation
+        keys, most = config.dataset.as_kind(Translated), config.trainer.limit_evaluation
+        its = settings(config, device)
+        del its["batch_size"]  # it counts tokens
         return cls(
             limited(splits, most, lambda pair, count: (pair[0].first(count), pair[1].first(count))),
             source,
@@ -116,12 +184,9 @@ class Translation(Categorical):
             limited(references, most, lambda texts, count: texts[:count]),
             detokenize,
             max_tokens=keys.max_tokens,
-            seed=config.seed,
-            label_smoothing=config.trainer.label_smoothing,
             beam=keys.beam,
             length_penalty=keys.length_penalty,
-            limit_batches=config.trainer.limit_batches,
-            device=device,
+            **its,
         )
 
     def micro_batches(
@@ -159,16 +224,21 @@ class Translation(Categorical):
 
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
-        generator = self._generator(model)
+        search = self._search(model)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         translations: dict[int, str] = {}
-        for rows, batch, counts in ranks.in_step(self._evaluation(split, rank, world)):
+        rows, cuts = bucketed(self.splits[split], self.max_tokens)
+        pieces = np.split(rows, cuts[1:-1])
+        for some, batch, counts in shared(pieces, partial(self._batch, split), rank, world):
             *inputs, target = batch
             logits = _logits(model, *inputs)
             if counts:
                 total += functional.cross_entropy(logits, target, reduction="sum")
-                texts = map(self.detokenize, self._translations(generator, inputs[0]))
-                translations |= dict(zip(rows.tolist(), texts, strict=True))
+                lengths = inputs[0].ne(self.source.pad()).sum(1)
+                net_input = {"src_tokens": inputs[0], "src_lengths": lengths}
+                found = search.generate([], {"net_input": net_input})
+                for row, (best, *_) in zip(some.tolist(), found, strict=True):
+                    translations[row] = self.detokenize(self._symbols(best["tokens"].tolist()))
         return {"loss": float(total), "translations": translations}
 
     def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
@@ -189,13 +259,6 @@ class Translation(Categorical):
             "bleu": bleu,
         }
 
-    def _evaluation(self, split: str, rank: int, world: int) -> Iterator[tuple[Rows, Batch, bool]]:
-        """A rank's batches of a split: rows, what they hold, and whether they count."""
-        rows, cuts = bucketed(self.splits[split], self.max_tokens)
-        for number, counts in watched(batches_of_rank(len(cuts) - 1, rank, world)):
-            batch_rows = rows[cuts[number] : cuts[number + 1]]
-            yield batch_rows, self._batch(split, batch_rows), counts
-
     def example(self) -> Batch:
         """Two sentences of middling length: what an item costs depends on it."""
         middle = len(self._rows) // 2
@@ -210,28 +273,17 @@ class Translation(Categorical):
         tensors = (torch.from_numpy(array.astype(np.int64, copy=False)) for array in arrays)
         return tuple(sent(tensor, self.device) for tensor in tensors)
 
-    def _generator(self, model: nn.Module) -> Any:
-        options = {
-            "beam_size": self.beam,
-            "len_penalty": self.length_penalty,
-            "max_len_a": LONGEST[0],
-            "max_len_b": LONGEST[1],
-        }
-        return fairseq("sequence_generator").SequenceGenerator([model], self.target, **options)
-
-    def _translations(self, generator: Any, source: Tensor) -> Iterator[list[str]]:
-        """The symbols of the best translation of each sentence."""
-        lengths = source.ne(self.source.pad()).sum(1)
-        results = generator.generate(
-            [], {"net_input": {"src_tokens": source, "src_lengths": lengths}}
+    def _search(self, model: nn.Module) -> Any:
+        return fairseq("sequence_generator").SequenceGenerator(
+            *([model], self.target, self.beam),
+            len_penalty=self.length_penalty,
+            max_len_a=LONGEST[0],
+            max_len_b=LONGEST[1],
         )
-        for hypotheses in results:
-            tokens = hypotheses[0]["tokens"].tolist()
-            yield [
-                self.target.symbols[token]
-                for token in tokens
-                if token not in (self.target.eos(), self.target.pad())
-            ]
+
+    def _symbols(self, tokens: Sequence[int]) -> list[str]:
+        marks = self.target.eos(), self.target.pad()
+        return [self.target.symbols[token] for token in tokens if token not in marks]
 
 
 def _logits(model: Any, source: Tensor, previous: Tensor, where: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ from nmrun.lab.config import composition, schema
 from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import IMAGES, RUNNING_TEXT, TEXTS
 from nmrun.lab.keys.options import find_builder
-from nmrun.papers.reading.keys import QUESTIONS
-from nmrun.papers.text_to_text.keys import ANSWERED
-from nmrun.papers.translation.keys import PAIRS
+from nmrun.papers.reading import QUESTIONS
+from nmrun.papers.text_to_text import ANSWERED
+from nmrun.papers.translation import PAIRS
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 

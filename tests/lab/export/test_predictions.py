@@ -19,7 +19,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab import tasks
 from nmrun.lab.config.identity import run_folder
 from nmrun.lab.export import cli, finished_run
-from nmrun.lab.tasks.text import corpus
+from nmrun.lab.tasks.text import files
 from nmrun.lab.tasks.text.classification import TextClassification
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import runner
@@ -58,17 +58,17 @@ def test_each_token_is_drawn_from_the_softmax_of_the_last_logits():
 
 @pytest.mark.parametrize("tokenizer", ["byte", "character", "word"])
 def test_a_codec_gives_the_tokens_of_the_training_and_the_text_again(tokenizer):
-    arrays, _ = corpus.encode({"train": TEXT.encode()}, tokenizer)
-    codec = corpus.codec(lambda: {"train": TEXT.encode()}, tokenizer)
+    arrays, _ = files.encode({"train": TEXT.encode()}, tokenizer)
+    codec = files.codec(lambda: {"train": TEXT.encode()}, tokenizer)
     text = TEXT[: len(TEXT) // 40]
-    numbers = codec.encode(text)
+    numbers = [*codec.encode(text)]
     assert numbers == arrays["train"][: len(numbers)].tolist()
     assert (
         codec.decode(numbers).split() == (text if tokenizer != "word" else text + "<eos>").split()
     )
     if tokenizer != "byte":
         with one_line(ConfigError, "'Q' is not in the vocabulary"):
-            codec.encode("Q")
+            [*codec.encode("Q")]
 
 
 def test_sample_continues_the_prompt(tmp_path, capsys):

@@ -12,10 +12,12 @@ import torch
 from errors import one_line
 from runs import config
 from torch import Tensor, nn
+from torch.nn.functional import batch_norm, conv2d, linear, max_pool2d
 
 from nmrun.errors import ConfigError
 from nmrun.lab import models
 from nmrun.lab.keys.options import CLASSES, defaults, find_builder, keys
+from nmrun.lab.models.images import ImageAttention, PaddedShortcut, SmallConvNetwork
 from nmrun.lab.train import build
 from nmrun.patterns import Pattern
 from nmrun.sparsity.select import candidates, select
@@ -89,6 +91,24 @@ def test_for_small_images(name, side):
     assert len(sparse) >= 12
 
 
+@pytest.mark.parametrize("normed", [False, True])
+def test_the_output_of_a_small_conv_is_that_of_its_layers(normed):
+    model = SmallConvNetwork((3, 8, 8), 5, [4, 6, 8], batch_norm=normed)
+    plain = SmallConvNetwork((3, 8, 8), 5, [4, 6, 8])
+    if not normed:
+        assert list(model.state_dict()) == list(plain.state_dict())
+    x = torch.randn(7, 3, 8, 8)
+    values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    y = x
+    for number, name in enumerate(("stem", "inner.0", "inner.1")):
+        y = conv2d(y, values[f"{name}.weight"], values[f"{name}.bias"], padding=1)
+        if normed:
+            y = batch_norm(y, None, None, training=True)  # scale 1 and shift 0 at first
+        y = y.relu() if number == 0 else max_pool2d(y.relu(), 2)
+    expected = linear(y.flatten(1), values["head.weight"], values["head.bias"])
+    torch.testing.assert_close(model(x), expected)
+
+
 @pytest.mark.parametrize(("name", "million"), [("resnet20", 0.27), ("resnet32", 0.46)])
 def test_resnets_of_cifar_by_the_table_of_the_paper(name, million):
     blocks = {"resnet20": 3, "resnet32": 5}[name]
@@ -103,8 +123,6 @@ def test_resnets_of_cifar_by_the_table_of_the_paper(name, million):
 
 
 def test_the_shortcut_without_parameters_takes_every_second_pixel():
-    from nmrun.lab.models.images import PaddedShortcut
-
     x = torch.randn(2, 4, 6, 6)
     out = PaddedShortcut()(x)
     assert out.shape == (2, 8, 3, 3)
@@ -146,8 +164,6 @@ def test_depthwise_convolutions_cannot_be_sparse():
 
 
 def test_separate_projections_attend_as_the_fused_ones():
-    from nmrun.lab.models.images import ImageAttention
-
     torch.manual_seed(0)
     fused = nn.MultiheadAttention(24, 3, batch_first=True)
     nn.init.normal_(fused.in_proj_bias)
@@ -189,15 +205,9 @@ def test_stochastic_depth_leaves_out_whole_branches_and_more_of_later_layers():
     assert not any((block(x) == x).flatten(1).all(1).any() for block in blocks)
 
 
-@pytest.mark.parametrize(
-    ("name", "changed", "message"),
-    [
-        ("vit_tiny", {"patch": 5}, "model.patch=5: images of 32x32"),
-    ],
-)
-def test_sizes_that_do_not_divide(name, changed, message):
-    with pytest.raises(ConfigError, match=message):
-        built(name, 32, 10, **changed)
+def test_patches_that_do_not_divide():
+    with pytest.raises(ConfigError, match=r"model\.patch=5: images of 32x32"):
+        built("vit_tiny", 32, 10, patch=5)
 
 
 @pytest.mark.parametrize("name", ["small_conv", "resnet18", "resnet20", "vit_tiny"])
@@ -274,7 +284,9 @@ def test_a_builder_of_one_s_own_may_have_defaults(takes, tmp_path, monkeypatch):
     inputs = {"shape": (3,), "classes": 2}
     assert models.build(named, inputs).out_features == 8
     assert models.build({**named, "width": 5}, inputs).out_features == 5
-    with pytest.raises(ConfigError, match="is made from shape and classes, where this data set"):
+    with pytest.raises(
+        ConfigError, match=r"is made from shape, classes, .*where this data set has vocabulary"
+    ):
         models.build(named, {"vocabulary": 9})
 
 

@@ -51,17 +51,6 @@ def test_crops_are_shifts_with_black_and_half_of_them_are_mirrored():
     assert max(seen.values()) < 18 + 5 * math.sqrt(18)
 
 
-def test_padding_and_flipping_are_independent_options():
-    whole = images(64)
-    flipped = crop_and_flip(whole, 0, True, Share(generator(1), 64))
-    assert all(
-        torch.equal(after, before) or torch.equal(after, before.flip(-1))
-        for before, after in zip(whole, flipped, strict=True)
-    )
-    assert not torch.equal(flipped, whole)
-    assert torch.equal(crop_and_flip(whole, 0, False, Share(generator(1), 64)), whole)
-
-
 @pytest.mark.parametrize("channels", [1, 3])
 def test_randaugment_does_what_torchvision_does_to_single_images(channels):
     from torchvision.transforms import InterpolationMode, v2

@@ -277,38 +277,6 @@ def test_mean_pooling_leaves_padding_out(encoder, tmp_path):
             )
 
 
-def test_similarity_is_of_the_texts_each_alone(encoder, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    parts = build(tmp_path, encoder, "dataset.task=rte", "model.pooling=similarity", "recipe=dense")
-    model, tokenizer = parts.model.eval(), transformers.AutoTokenizer.from_pretrained(encoder)
-    texts, labels = labelled.load_glue("rte")["val"]
-    logits = []
-    for pair in texts:
-        means = [
-            model.encoder(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0)
-            for text in pair
-        ]
-        cosine = (means[0] @ means[1] / means[0].norm() / means[1].norm()).item()
-        logits.append(model.head.weight[:, 0] * 10 * (cosine - 0.5) + model.head.bias)
-    expected = torch.nn.functional.cross_entropy(torch.stack(logits), torch.tensor(labels))
-    assert parts.task.evaluate(model, "val")["loss"] == pytest.approx(expected.item(), rel=1e-4)
-
-
-def test_similarity_is_for_pairs(encoder, tmp_path):
-    model = build(
-        tmp_path, encoder, "dataset.task=rte", "model.pooling=similarity", "recipe=dense"
-    ).model
-    with pytest.raises(
-        ConfigError,
-        match=r"model\.pooling=similarity is for pairs .* single texts, or the tokenizer does not",
-    ):
-        model(
-            torch.ones(2, 5, dtype=torch.long),
-            torch.ones(2, 5, dtype=torch.bool),
-            torch.zeros(2, 5, dtype=torch.long),
-        )
-
-
 @pytest.mark.slow
 def test_fine_tuning_that_was_cut_off_ends_with_the_same_bits(encoder, tmp_path):
     resumed(tmp_path, *overrides(encoder, "recipe=step", "recipe.switch=0.5"), by=cut_off)

@@ -144,7 +144,7 @@ def test_a_label_that_no_training_text_has_is_refused(tmp_path):
     rows = [{"text": f"a {n}", "label": n % 2} for n in range(20)]
     train = written(tmp_path / "train.csv", rows)
     val = written(tmp_path / "val.csv", [{"text": "b", "label": 2}])
-    with one_line(ConfigError, r"the val texts have the label 2, which none for training has"):
+    with one_line(ConfigError, "no text for training has this label of another split: 2"):
         build(tmp_path, f"dataset.train={train}", f"dataset.val={val}")
     odd = tmp_path / "all.xlsx"
     odd.write_bytes(b"")

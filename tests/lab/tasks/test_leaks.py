@@ -18,14 +18,12 @@ from nmrun.errors import ConfigError
 from nmrun.lab import tasks
 from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import LabelledText
-from nmrun.lab.tasks.text import files, labelled, labelled_files
+from nmrun.lab.tasks.text import files, labelled
 from nmrun.lab.tasks.vision import images
-from nmrun.papers.reading.data import generated as generated_questions
-from nmrun.papers.reading.data import load_squad
-from nmrun.papers.reading.task import Question
-from nmrun.papers.translation.data import ORDERS, Symbols
+from nmrun.papers.reading.task import Question, load_squad
+from nmrun.papers.reading.task import generated as generated_questions
+from nmrun.papers.translation import CopyReverse
 from nmrun.papers.translation.data import generated as generated_sentences
-from nmrun.papers.translation.keys import CopyReverse
 
 Splits = dict[str, list[Any]]
 RANDOM = np.random.default_rng(0)
@@ -82,8 +80,8 @@ def some_glue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
 
 def some_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
     texts = [(f"text {number}",) for number in range(100)]
-    splits: dict[str, labelled_files.Rows] = {"train": (texts, [0] * 100)}
-    labelled_files.cut(splits, LabelledText("labelled_text", train=""))
+    splits: dict[str, labelled.Rows] = {"train": (texts, [0] * 100)}
+    labelled.cut(splits, LabelledText("labelled_text", train=""))
     return {name: texts for name, (texts, _) in splits.items()}
 
 
@@ -135,8 +133,7 @@ def some_sentences(**sizes: int) -> dict[str, list[tuple[list[int], list[int]]]]
     dataset = CopyReverse(
         name="copy_reverse", split_seed=0, max_tokens=512, beam=5, length_penalty=1.0, **keys
     )  # fmt: skip
-    words = [*ORDERS, *(f"w{number}" for number in range(dataset.words))]
-    return generated_sentences(dataset, Symbols(words))
+    return generated_sentences(dataset)
 
 
 def sentences(**sizes: int) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
@@ -147,7 +144,7 @@ def sentences(**sizes: int) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
 
 
 MADE: dict[str, Callable[[Path, pytest.MonkeyPatch], Splits]] = {
-    "digits": lambda *_: pixels(images.load_digits()),
+    "digits": lambda *_: pixels(images.load_digits()[0]),
     **{name: from_pool(name) for name in ("cifar10", "cifar100", "fashion_mnist")},
     "image_folder": folder,
     "imagenet": imagenet,

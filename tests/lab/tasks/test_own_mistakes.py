@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab import models
-from nmrun.lab.tasks.base import as_logits, own_task
+from nmrun.lab.tasks.base import Task, as_logits, own_task
 from nmrun.lab.tasks.vision import Classification
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity import nm_mask
@@ -47,16 +47,14 @@ def test_labels_that_are_no_classes(labels):
         classification(IMAGES, labels)
 
 
-class Own:
-    """A task without a base class."""
-
+class Own(Task):
     metric, batches_per_epoch, inputs = "accuracy", 5, {"classes": 10}
     higher_is_better = True
 
     def __init__(self, batch):
         self.batch = batch
 
-    def micro_batches(self, epoch, index, parts):
+    def micro_batches(self, epoch, index, parts, mine=None):
         return [self.batch]
 
     def size(self, batch):
@@ -66,30 +64,42 @@ class Own:
         return model(batch[0]).sum()
 
     def example(self):
-        return IMAGES[:2], LABELS[:2]
+        return self.batch
 
 
-@pytest.mark.parametrize(
-    "batch", [IMAGES, (IMAGES.numpy(), LABELS.numpy()), {"x": IMAGES}, (IMAGES, [0, 1])]
-)
-def test_a_batch_that_is_no_tuple_of_tensors(batch):
-    task = own_task(Own(batch))
-    with pytest.raises(ConfigError, match="tuple of tensors"):
-        task.micro_batches(0, 0, 1)
+def test_batches_are_tuples_of_tensors():
+    for batch in (IMAGES, (IMAGES.numpy(), LABELS.numpy()), {"x": IMAGES}, (IMAGES, [0, 1])):
+        with pytest.raises(ConfigError, match="tuple of tensors"):
+            own_task(Own(batch))
+    task = Own((IMAGES, LABELS))
+    assert own_task(task) is task
 
 
-def test_a_batch_of_tensors_is_taken_as_it_is():
-    ((images, labels),) = own_task(Own((IMAGES, LABELS))).micro_batches(0, 0, 1)
-    assert images is IMAGES
-    assert labels is LABELS
-
-
-def test_a_task_without_a_metric():
+def test_what_is_no_whole_task():
     class Without(Own):
         metric = property()
 
-    with pytest.raises(ConfigError, match="metric"):
-        own_task(Without((IMAGES, LABELS)))
+    for other in (Without((IMAGES, LABELS)), None, nn.Linear(1, 1)):
+        with pytest.raises(ConfigError, match=r"base\.Task with .*metric"):
+            own_task(other)
+
+
+class Lengths(Own):
+    """Batches of 1, 2, 3 ... items, of which it remembers which were prepared."""
+
+    batches_per_epoch = 9
+
+    def micro_batches(self, epoch, index, parts, mine=None):
+        self.batch.append(index)
+        return [(torch.zeros(index + 1),)]
+
+
+@pytest.mark.parametrize(("equal", "mean", "prepared"), [(True, 1, [0]), (False, 5, [*range(9)])])
+def test_a_plan_prepares_one_batch_unless_they_are_unequal(equal, mean, prepared):
+    task = Lengths([])
+    task.equal_batches = equal
+    assert task.mean_size() == mean
+    assert task.batch == prepared
 
 
 def built(shape, classes, width=8):
@@ -98,7 +108,7 @@ def built(shape, classes, width=8):
 
 def test_a_key_that_an_own_builder_does_not_take():
     config = {"name": "mine", "_target_": f"{__name__}.built", "widht": 64}
-    with pytest.raises(ConfigError, match=r"model\.widht: .*did you mean width\?"):
+    with pytest.raises(ConfigError, match=r"model=mine: .*'widht'"):
         models.build(config, {"shape": (1, 4, 4), "classes": 10})
 
 

@@ -136,26 +136,6 @@ def test_a_batch_is_padded_to_its_longest_text():
         assert not segments.any()
 
 
-def test_batches_depend_on_seed_epoch_and_index_alone():
-    one, other = task(), task()
-    for place in ((0, 0), (5, 1), (2, 0)):
-        one.micro_batches(*place, 1)
-    for a, b in zip(one.micro_batches(0, 1, 1)[0], other.micro_batches(0, 1, 1)[0], strict=True):
-        assert torch.equal(a, b)
-
-    def texts(task, epoch):
-        batches = [task.micro_batches(epoch, index, 1)[0] for index in range(2)]
-        return [
-            tuple(row[kept].tolist())
-            for batch in batches
-            for row, kept in zip(*batch[:2], strict=True)
-        ]
-
-    orders = [texts(one, 0), texts(one, 1), texts(task(seed=4), 0)]
-    assert len({tuple(order) for order in orders}) == 3
-    assert [len(set(order)) for order in orders] == [8] * 3  # of nine texts, in batches of four
-
-
 def test_micro_batches_make_up_the_batch():
     classification, model = task(), tiny(task())
     (whole,), parts = classification.micro_batches(0, 0, 1), classification.micro_batches(0, 0, 3)

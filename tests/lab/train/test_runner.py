@@ -107,7 +107,7 @@ def test_saved_weights_give_the_metrics_that_were_told(recipe, tmp_path):
     """Rebuilt by hand: a plain model, the saved weights, the test images."""
     cfg = config(tmp_path, f"recipe={recipe}", "trainer.epochs=8")
     metrics = run(cfg)["metrics"]
-    images, labels = load_digits()["test"]
+    images, labels = load_digits()[0]["test"]
     for file, reported in (("model", metrics["final"]), ("best", metrics["best"])):
         model = SmallConvNetwork((1, 8, 8), 10, [8, 8, 8])
         model.load_state_dict(load_file(run_folder(cfg) / f"{file}.safetensors"))
@@ -571,7 +571,7 @@ def test_a_run_that_ends_before_its_weights_are_sparse_fails(tmp_path, monkeypat
 def test_digits_are_those_of_scikit_learn():
     """With pixels from 0 to 16, which are normalised."""
     pixels, labels = datasets.load_digits(return_X_y=True)
-    images, classes = (torch.cat(part) for part in zip(*load_digits().values(), strict=True))
+    images, classes = (torch.cat(part) for part in zip(*load_digits()[0].values(), strict=True))
     _, levels = images.view(-1, 64).unique(return_inverse=True)
     ours = sorted(zip(levels.tolist(), classes.tolist(), strict=True))
     assert ours == sorted(zip(pixels.astype(int).tolist(), labels.tolist(), strict=True))

@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import preloaded
 import pytest
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.lab import ranks, tasks
-from nmrun.lab.tasks.base import Categorical, Task, batches_of_rank, own_task
+from nmrun.lab.tasks.base import Task, batches_of_rank
 from nmrun.lab.tasks.vision import Classification, augmentation
 from nmrun.lab.tasks.vision.augmentation import Augment
 from nmrun.lab.tasks.vision.stream import ImageFiles, ImageStream
@@ -176,7 +175,7 @@ def test_windows_and_sentences_of_others_are_not_read():
 def test_ranks_of_a_machine_share_its_cores(cores, here, asked, workers, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
-    assert stream(tmp_path, f"dataset.workers={asked}").reader.workers == workers
+    assert stream(tmp_path, f"dataset.workers={asked}").workers == workers
 
 
 @pytest.mark.parametrize(("count", "parts"), [(8, 2), (7, 2), (3, 1), (1, 2), (0, 2)])
@@ -319,45 +318,6 @@ def test_a_task_that_knows_no_ranks_is_evaluated_on_each(outcomes):
     assert one["metrics"]["final"]["eval/loss"] == pytest.approx(
         alone["metrics"]["final"]["eval/loss"], rel=1e-4
     )
-
-
-def test_an_own_tasks_micro_batches_are_cut_from_the_whole():
-    task = own_task(two_evaluate.Plain())
-    whole = task.micro_batches(0, 1, 4)
-    assert task.sizes(0, 1, 4) == [3, 3, 3, 1]
-    (third,) = task.micro_batches(0, 1, 4, range(2, 3))
-    assert all(np.array_equal(a, b) for a, b in zip(third, whole[2], strict=True))
-    assert (task.about, task.batches_of, dict(task.notes)) == ("", "", {})
-
-
-def test_what_an_own_task_has_is_not_lost():
-    class Known(two_evaluate.Plain):
-        def sizes(self, epoch, index, parts):
-            return [10]
-
-        def close(self):
-            self.closed = True
-
-    task = own_task(Known())
-    assert task.sizes(0, 0, 4) == [10]
-    task.notes = {"accuracy": "of a kind"}  # as it may find in an evaluation
-    task.close()
-    assert task.closed
-    assert task.notes == {"accuracy": "of a kind"}
-    assert task.has_test
-
-
-def test_an_own_task_with_classes_can_still_be_taught():
-    class Whole(Classification):
-        def micro_batches(self, epoch, index, parts):
-            return super().micro_batches(epoch, index, parts)
-
-    task = pictures()
-    task.__class__ = Whole
-    whole, own = task.micro_batches(0, 0, 3), own_task(task)
-    assert isinstance(own, Categorical)  # what distillation asks for
-    (second,) = own.micro_batches(0, 0, 3, range(1, 2))
-    assert all(torch.equal(a, b) for a, b in zip(second, whole[1], strict=True))
 
 
 def test_an_own_task_says_which_way_its_metric_is_better(tmp_path, monkeypatch):

@@ -5,9 +5,11 @@ and the tokenizers for them.
 from __future__ import annotations
 
 import re
+import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nmrun.errors import refused
-from nmrun.lab import ranks
 from nmrun.lab.keys.datasets import Encoding
 from nmrun.lab.tasks.base import (
     Batch,
@@ -24,13 +25,13 @@ from nmrun.lab.tasks.base import (
     InMemory,
     Tally,
     as_logits,
-    batches_of_rank,
     epoch_order,
     limited,
     refuse_smoothing,
     sent,
+    settings,
+    shared,
     thinned,
-    watched,
 )
 from nmrun.lab.tasks.hugging_face import check_length, fetch
 from nmrun.registry import find
@@ -109,7 +110,6 @@ class TextClassification(InMemory, Categorical):
         }
         self.metric, self.metrics = metrics[0].rpartition(".")[2], tuple(metrics)
         self.seed, self.label_smoothing = seed, label_smoothing
-        self._order: tuple[int, Tensor] = (-1, torch.empty(0))
 
     @classmethod
     def of(
@@ -120,19 +120,10 @@ class TextClassification(InMemory, Categorical):
         metrics: Sequence[str],
         device: torch.device,
     ) -> TextClassification:
-        """The task with tokenizer, batch size, seed, smoothing and limits of a run's config."""
-        most = config.trainer.limit_evaluation
-        return cls(
-            limited(splits, most, thinned),
-            tokenizer(config.dataset.as_kind(Encoding)),
-            classes,
-            metrics,
-            batch_size=config.trainer.batch_size,
-            seed=config.seed,
-            label_smoothing=config.trainer.label_smoothing,
-            limit_batches=config.trainer.limit_batches,
-            device=device,
-        )
+        """The task with the tokenizer and settings of a run's config."""
+        few = limited(splits, config.trainer.limit_evaluation, thinned)
+        encoder = tokenizer(config.dataset.as_kind(Encoding))
+        return cls(few, encoder, classes, metrics, **settings(config, device))
 
     def logits(self, model: Any, batch: Batch) -> Tensor:
         return as_logits(model(*batch[:-1]), batch[0].shape[:1], self.classes).float()
@@ -150,7 +141,8 @@ class TextClassification(InMemory, Categorical):
         outputs: Tally = {}
         for name in self._evaluated_with(split):
             rows, logits = [], []
-            for numbers, batch, counts in ranks.in_step(self._evaluation(name, rank, world)):
+            pieces = self._by_length(name).split(EVALUATED_AT_ONCE)
+            for numbers, batch, counts in shared(pieces, partial(self._batch, name), rank, world):
                 output = self.scores(model, batch)
                 rows.append(numbers[: len(numbers) * counts])
                 logits.append(output[: len(output) * counts])
@@ -176,14 +168,6 @@ class TextClassification(InMemory, Categorical):
         """This split and those that are evaluated with it."""
         return [name for name in self.splits if name == split or name.startswith(f"{split}_")]
 
-    def _evaluation(
-        self, split: str, rank: int, world: int
-    ) -> Iterator[tuple[Tensor, Batch, bool]]:
-        """A rank's batches of a split: rows, what they hold, and whether they count."""
-        batches = self._by_length(split).split(EVALUATED_AT_ONCE)
-        for number, counts in watched(batches_of_rank(len(batches), rank, world)):
-            yield batches[number], self._batch(split, batches[number]), counts
-
     def _by_length(self, split: str) -> Tensor:
         """The rows of a split, those of short texts first."""
         return self.splits[split].starts.diff().argsort(stable=True)
@@ -198,9 +182,7 @@ class TextClassification(InMemory, Categorical):
         return self._batch("train", order[:2], round(float(longest.double().mean())))
 
     def _permutation(self, epoch: int) -> Tensor:
-        if self._order[0] != epoch:
-            self._order = epoch, epoch_order(self.seed, epoch, len(self.splits["train"]))
-        return self._order[1]
+        return epoch_order(self.seed, epoch, len(self.splits["train"]))
 
     def batch_of(self, *texts: Text) -> Batch:
         """Texts of anybody's, each one or a pair, with labels of 0."""
@@ -231,6 +213,14 @@ class TextClassification(InMemory, Categorical):
         return logits[:, 0] if self.classes == 1 else logits.argmax(1)
 
 
+UNDEFINED = {  # some predictions have none of these
+    "f1": "sklearn.metrics.f1_score",
+    "matthews": "sklearn.metrics.matthews_corrcoef",
+    "pearson": "scipy.stats.pearsonr",
+    "spearman": "scipy.stats.spearmanr",
+}
+
+
 def scores(metrics: Sequence[str], predictions: Tensor, labels: Tensor) -> dict[str, float]:
     """Scores of predictions (n,) as in GLUE (Wang et al. 2019, arXiv 1804.07461, section 3), by
     name.
@@ -243,26 +233,19 @@ def scores(metrics: Sequence[str], predictions: Tensor, labels: Tensor) -> dict[
     guess, truth = predictions.numpy(), labels.numpy()
     values = {}
     for name in metrics:
-        if name == "accuracy":
+        if name == "accuracy":  # sklearn takes long to import
             value = (guess == truth).mean()
-        elif name == "f1":
-            from sklearn.metrics import f1_score
-
-            value = f1_score(truth, guess, zero_division=0.0)
-        elif name == "matthews":
-            from sklearn.metrics import matthews_corrcoef
-
-            value = matthews_corrcoef(truth, guess)
-        elif "." in name:
+        elif name in UNDEFINED:
+            with warnings.catch_warnings():  # of what is undefined
+                warnings.simplefilter("ignore")
+                found = find("dataset.metric", name, UNDEFINED)(guess, truth)
+            value = getattr(found, "statistic", found)
+            if np.isnan(value) and np.isfinite(guess).all():
+                value = 0.0
+        else:
             function = find("dataset.metric", name, {})
             with refused(f"dataset.metric={name}: ", TypeError, ValueError):
-                value = float(function(truth, guess))
-        else:
-            from scipy import stats
-
-            varied = len(np.unique(guess)) > 1 and len(np.unique(truth)) > 1
-            correlation = {"pearson": stats.pearsonr, "spearman": stats.spearmanr}[name]
-            value = correlation(guess, truth).statistic if varied else 0.0
+                value = function(truth, guess)
         values[name.rpartition(".")[2]] = float(value)
     return values
 

@@ -1,5 +1,6 @@
 """Running texts: files of one's own, Tiny Shakespeare, WikiText, what Hugging Face's ``datasets``
-loads, the source of Python's standard library, and files of token numbers.
+loads, the source of Python's standard library, and files of token numbers. Texts become token
+numbers by bytes, characters, words, or a tokenizer of Hugging Face.
 """
 
 from __future__ import annotations
@@ -7,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nmrun.errors import ConfigError, refused
+from nmrun.errors import ConfigError, needs, refused
 from nmrun.lab.keys.datasets import Fractions, HubText, StdlibText, TextFiles, TokenBin, Tokenized
 from nmrun.lab.tasks import hugging_face, storage
-from nmrun.lab.tasks.text import corpus
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
     from nmrun.lab.tasks.text.language import LanguageModelling
 
-
+LEVELS = ("byte", "character", "word")
+END, UNKNOWN = "<eos>", "<unk>"
+PIECE = 1 << 20  # characters that a Hugging Face tokenizer gets at once; pieces end with a line
 BETWEEN = "\n\n"  # rows, as in the code of GPTQ and SparseGPT
 SPACE = re.compile(rb"\s|\Z")
 SHAKESPEARE = "it is data/tinyshakespeare/input.txt of https://github.com/karpathy/char-rnn"
@@ -93,7 +96,7 @@ def of_texts(
     tokenizer = config.dataset.as_kind(Tokenized).tokenizer
 
     def encoded() -> dict[str, NDArray[Any]]:
-        arrays, size = corpus.encode(read(), tokenizer)
+        arrays, size = encode(read(), tokenizer)
         return {**arrays, "vocabulary": np.array(size)}
 
     if tokenizer in ("byte", "character"):  # too fast to be worth a look into the cache
@@ -105,9 +108,9 @@ def of_texts(
             [what[0], tokenizer, *what[1:]], [*sources, *tokenizer_files], encoded
         )
     vocabulary = int(arrays.pop("vocabulary"))
-    unit = tokenizer if tokenizer in corpus.LEVELS else "token"
+    unit = tokenizer if tokenizer in LEVELS else "token"
     task = LanguageModelling.of(config, arrays, vocabulary, device, unit)
-    task.codec = partial(corpus.codec, read, tokenizer)
+    task.codec = partial(codec, read, tokenizer)
     return task
 
 
@@ -127,41 +130,134 @@ def _texts(paths: Mapping[str, Path], fractions: Mapping[str, float]) -> dict[st
     return texts
 
 
+@dataclass(frozen=True)
+class Codec:
+    """How a text becomes token numbers below ``vocabulary``, and these a text again. ``encode``
+    raises ConfigError for a letter or word that is no token."""
+
+    encode: Callable[[str], Iterable[int]]
+    decode: Callable[[Sequence[int]], str]
+    vocabulary: int
+
+
+def codec(read: Callable[[], Mapping[str, bytes]], tokenizer: str) -> Codec:
+    """The codec of a tokenizer, by the texts (UTF-8, by split) that ``read`` reads where their
+    letters or words are the tokens.
+
+    ``byte`` has 256 tokens, and ``character`` those that occur in any of the texts, in the order of
+    Unicode. ``word`` is what white space separates, with ``<eos>`` where a line ends. Its vocabulary
+    is that of the training text; another word is ``<unk>`` if that text has such a word itself.
+    Anything else is a ``tokenizer.json``, a folder that has one, or a name on the Hugging Face hub.
+
+    Raises ConfigError for a text that is not UTF-8, and a tokenizer that cannot be had.
+    """
+    if tokenizer == "byte":
+        return Codec(str.encode, lambda numbers: bytes(numbers).decode(errors="replace"), 256)
+    if tokenizer not in LEVELS:
+        return _of_hugging_face(tokenizer)
+    texts = _decoded(read(), tokenizer)
+    of_words = tokenizer == "word"
+    cut: Callable[[str], Iterable[str]] = _words if of_words else iter
+    first_seen = dict.fromkeys(cut(texts["train"] if of_words else "".join(texts.values())))
+    tokens = [*first_seen] if of_words else sorted(first_seen)
+    numbers = {token: number for number, token in enumerate(tokens)}
+
+    def encode(text: str) -> Iterator[int]:
+        for piece in cut(text):
+            number = numbers.get(piece, numbers.get(UNKNOWN))
+            if number is None:
+                raise ConfigError(f"{piece!r} is not in the vocabulary of the training text")
+            yield number
+
+    def decode(some: Sequence[int]) -> str:
+        text = (" " if of_words else "").join(tokens[number] for number in some)
+        return text.replace(f" {END} ", "\n") if of_words else text
+
+    return Codec(encode, decode, len(tokens))
+
+
+def encode(texts: Mapping[str, bytes], tokenizer: str) -> tuple[dict[str, NDArray[Any]], int]:
+    """Texts (UTF-8, by split) as arrays of token numbers, and the size of the vocabulary; see
+    :func:`codec`."""
+    made = codec(lambda: texts, tokenizer)
+    if tokenizer == "byte":  # which need not be UTF-8
+        return {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}, 256
+    kind = np.min_scalar_type(made.vocabulary - 1)
+    decoded = _decoded(texts, tokenizer)
+    arrays = {name: np.fromiter(made.encode(text), kind) for name, text in decoded.items()}
+    return arrays, made.vocabulary
+
+
+def _words(text: str) -> Iterator[str]:
+    for number, line in enumerate(text.split("\n")):
+        if number:
+            yield END
+        yield from line.split()
+
+
+def _decoded(texts: Mapping[str, bytes], tokenizer: str) -> dict[str, str]:
+    """The texts; where words are the tokens, the last line of each ends too."""
+    with refused("a text is not UTF-8 (dataset.tokenizer=byte takes any): ", UnicodeDecodeError):
+        decoded = {name: text.decode() for name, text in texts.items()}
+    if tokenizer != "word":
+        return decoded
+    return {name: text.removesuffix("\n") + "\n" for name, text in decoded.items()}
+
+
+def _of_hugging_face(name: str) -> Codec:
+    with needs(f"dataset.tokenizer={name}: other than {', '.join(LEVELS)}", "transformers"):
+        from tokenizers import Tokenizer
+    place = Path(name).expanduser()
+    file = place / "tokenizer.json" if place.is_dir() else place
+    none = f"dataset.tokenizer={name}: not {', '.join(LEVELS)}, and no tokenizer has that name: "
+    with refused(none, Exception):  # the library raises bare Exceptions
+        tokenizer = (
+            Tokenizer.from_file(str(file)) if file.exists() else Tokenizer.from_pretrained(name)
+        )
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+    def encode(text: str) -> Iterator[int]:
+        begin = 0
+        while begin < len(text):
+            end = text.find("\n", begin + PIECE) + 1 or len(text)
+            yield from tokenizer.encode(text[begin:end], add_special_tokens=False).ids
+            begin = end
+
+    def decode(numbers: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(numbers), skip_special_tokens=False))
+
+    return Codec(encode, decode, tokenizer.get_vocab_size())
+
+
 def hub(config: Config, device: torch.device) -> LanguageModelling:
     """Raises ConfigError where the texts cannot be loaded, or their column is none of texts."""
     options = config.dataset.as_kind(HubText)
-    expressions = {"train": options.train, "val": options.val, "test": options.test}
+    setting, column = f"dataset.path={options.path}", options.column
+    where = {"train": options.train, "val": options.val, "test": options.test}
     splits = {
-        name: _rows(options, split) for name, split in expressions.items() if split is not None
+        name: hugging_face.rows(
+            setting, options.path, options.subset, split=split, data_files=options.files
+        )
+        for name, split in where.items()
+        if split is not None
     }
+    kinds = splits["train"].features
+    texts = [name for name in kinds if "string" in str(kinds[name])]
+    if column not in texts:
+        raise ConfigError(
+            f"dataset.column={column}: no column of texts in {options.path} "
+            f"(of texts are {', '.join(texts) or 'none'})"
+        )
 
     def joined() -> dict[str, bytes]:
-        columns = {name: rows[options.column] for name, rows in splits.items()}
         return {
-            name: BETWEEN.join(text for text in texts if text is not None).encode()
-            for name, texts in columns.items()
+            name: BETWEEN.join(text for text in rows[column] if text is not None).encode()
+            for name, rows in splits.items()
         }
 
     made_of = {name: rows._fingerprint for name, rows in splits.items()}
-    return of_texts(config, ["hub_text", options.column, made_of], [], joined, device)
-
-
-def _rows(options: HubText, split: str) -> Any:
-    """A split as ``datasets`` has it."""
-    rows = hugging_face.rows(
-        f"dataset.path={options.path}",
-        options.path,
-        options.subset,
-        split=split,
-        data_files=options.files,
-    )
-    of_texts = [name for name, kind in rows.features.items() if "string" in str(kind)]
-    if options.column not in of_texts:
-        raise ConfigError(
-            f"dataset.column={options.column}: no column of texts in {options.path} "
-            f"(of texts are {', '.join(of_texts) or 'none'})"
-        )
-    return rows
+    return of_texts(config, ["hub_text", column, made_of], [], joined, device)
 
 
 MODULES = {
@@ -227,7 +323,7 @@ def stdlib(config: Config, device: torch.device) -> LanguageModelling:
         )
     splits = {split: np.frombuffer(text, np.uint8) for split, text in stdlib_sources(name).items()}
     task = LanguageModelling.of(config, splits, 256, device, "byte")
-    task.codec = partial(corpus.codec, dict, "byte")
+    task.codec = partial(codec, dict, "byte")
     return task
 
 

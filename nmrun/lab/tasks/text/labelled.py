@@ -1,4 +1,5 @@
-"""Texts with labels: GLUE (Wang et al. 2019, arXiv 1804.07461), and generated reviews.
+"""Texts with labels: GLUE (Wang et al. 2019, arXiv 1804.07461), files of the user's own, and
+generated reviews.
 
 GLUE is nine tasks on texts and pairs of texts, from the official TSV files. Its test sets have no
 labels, so the development set is the test here, as is usual. Validation texts are held out of the
@@ -15,12 +16,12 @@ import random
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from nmrun.errors import refused
-from nmrun.lab.keys.datasets import GeneratedText, Glue
+from nmrun.errors import ConfigError, refused
+from nmrun.lab.keys.datasets import SCORES, GeneratedText, Glue, LabelledText
 from nmrun.lab.tasks import hugging_face, storage
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from nmrun.lab.tasks.text.classification import Text, TextClassification
 
 
-Rows = tuple[list["Text"], list[float]]
+Rows = tuple[list["Text"], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -148,35 +149,113 @@ def _label(spec: Spec, text: str) -> float:
     return spec.labels.index(text)
 
 
+# what datasets calls the format of a file, and how it is told of tabs
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+    ".json": ("json", {}),
+    ".jsonl": ("json", {}),
+    ".parquet": ("parquet", {}),
+}
+OF_SCORES = ("pearson", "spearman")
+
+
+def labelled_text(config: Config, device: torch.device) -> TextClassification:
+    """The task of files of the user's own, which Hugging Face's datasets reads. Classes are the
+    training texts' labels in sorted order, ``classes`` of its signature; labels that are all
+    fractions are scores. Raises ConfigError for files and columns that are not as they should be,
+    and for a label that no training text has.
+    """
+    import torch
+
+    from nmrun.lab.tasks.text.classification import TextClassification, scores
+
+    options = config.dataset.as_kind(LabelledText)
+    files = {"train": options.train, "val": options.val, "test": options.test}
+    splits = {
+        split: _read_own(storage.path_of(file), options) for split, file in files.items() if file
+    }
+    cut(splits, options)
+    labels = splits["train"][1]
+    scored = all(isinstance(label, float) for label in labels)
+    names = [] if scored else sorted(set(labels), key=lambda label: (str(type(label)), label))
+    if len(names) == 1:
+        raise ConfigError(f"dataset.train={options.train}: all its labels are {names[0]!r}")
+    if scored and options.metric in set(SCORES) - set(OF_SCORES):
+        raise ConfigError(
+            f"dataset.metric={options.metric}: the labels of {options.train} are fractions, so scores: "
+            f"take {', '.join(OF_SCORES)} or a function"
+        )
+    if not scored:
+        numbers = {name: number for number, name in enumerate(names)}
+        with refused("no text for training has this label of another split: ", KeyError):
+            splits = {
+                split: (texts, [numbers[label] for label in labels])
+                for split, (texts, labels) in splits.items()
+            }
+    truth = torch.tensor(splits["train"][1])
+    with refused(f"dataset.metric={options.metric}: ", TypeError, ValueError):
+        scores([options.metric], truth, truth)  # now, and not after the first epoch
+    task = TextClassification.of(config, splits, len(names) or 1, (options.metric,), device)
+    task.higher_is_better = options.higher_is_better
+    task.signature = {} if scored else {"classes": [str(name) for name in names]}
+    return task
+
+
+def _read_own(path: Path, options: LabelledText) -> Rows:
+    columns = [options.column, *([options.pair] if options.pair else []), options.label]
+    with refused(f"{path}: ", ValueError):
+        if path.suffix not in FORMATS:
+            raise ValueError(f"it takes {', '.join(FORMATS)}")
+        form, how = FORMATS[path.suffix]
+        said = f"dataset=labelled_text: {path}"
+        table = hugging_face.rows(said, form, data_files=str(path), split="train", **how)
+        # pandas takes the first column for the rows' names where each row has one more than the header
+        if "__index_level_0__" in table.column_names:
+            raise ValueError(
+                "its rows have more columns than its header: a text with a comma is in quotes"
+            )
+        if missing := [column for column in columns if column not in table.column_names]:
+            has = ", ".join(table.column_names)
+            raise ValueError(f"there is no column {missing[0]!r}; it has {has}")
+        *texts, labels = (list(table[column]) for column in columns)
+        for number, (*some, label) in enumerate(zip(*texts, labels, strict=True), 1):
+            odd = [text for text in some if not isinstance(text, str)]
+            if label is None or (isinstance(label, float) and not math.isfinite(label)):
+                odd.append(label)
+            if odd:
+                raise ValueError(
+                    f"row {number} has {odd[0]}, which is no text or no label; nothing, and words "
+                    "such as NA and null, are None"
+                )
+    return list(zip(*texts, strict=True)), labels
+
+
+def cut(splits: dict[str, Rows], options: LabelledText) -> None:
+    """Take what has no file of its own from the training texts, by ``split_seed``."""
+    texts, labels = splits["train"]
+    order = list(range(len(labels)))
+    random.Random(options.split_seed).shuffle(order)
+    shares = {"val": options.val_fraction, "test": options.test_fraction}
+    for split in [split for split in shares if split not in splits]:
+        count = math.ceil(shares[split] * len(labels))
+        mine, order = order[:count], order[count:]
+        splits[split] = [texts[row] for row in mine], [labels[row] for row in mine]
+    splits["train"] = [texts[row] for row in order], [labels[row] for row in order]
+
+
 GOOD = ("good", "great", "fine", "lovely", "superb", "bright", "clever", "charming")
 BAD = ("bad", "awful", "poor", "dull", "boring", "weak", "clumsy", "flat")
 FILLERS = (
-    "the",
-    "film",
-    "plot",
-    "cast",
-    "and",
-    "was",
-    "very",
-    "a",
-    "scene",
-    "music",
-    "it",
-    "had",
-    "with",
-    "an",
-    "ending",
-    "camera",
-)
+    "the", "film", "plot", "cast", "and", "was", "very", "a", "scene", "music", "it", "had", "with", "an", "ending", "camera",
+)  # fmt: skip
 HELD_OUT = 500  # texts for validation, and as many for the test
-
-Splits = dict[str, tuple[list[tuple[str, ...]], list[float]]]
 
 
 @cache
 def generated_reviews(
     size: int = GeneratedText.size, split_seed: int = GeneratedText.split_seed
-) -> Splits:
+) -> dict[str, Rows]:
     """Different generated sentences with a verdict, by split; needs no download, and shows nothing
     about language.
 
@@ -189,16 +268,10 @@ def generated_reviews(
     while len(labelled) < size + 2 * HELD_OUT:
         sentence, label = _sentence(rng)
         labelled[sentence] = label
-    rows = list(labelled.items())
-    parts = {
-        "train": rows[:size],
-        "val": rows[size : size + HELD_OUT],
-        "test": rows[size + HELD_OUT :],
-    }
-    return {
-        name: ([(text,) for text, _ in part], [label for _, label in part])
-        for name, part in parts.items()
-    }
+    texts: list[Text] = [(text,) for text in labelled]
+    labels = list(labelled.values())
+    ends = {"train": (0, size), "val": (size, size + HELD_OUT), "test": (size + HELD_OUT, None)}
+    return {name: (texts[a:b], labels[a:b]) for name, (a, b) in ends.items()}
 
 
 def generated_text(config: Config, device: torch.device) -> TextClassification:

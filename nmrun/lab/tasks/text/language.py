@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,23 +13,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab import ranks
 from nmrun.lab.keys.datasets import Context
 from nmrun.lab.tasks.base import (
     Batch,
     Categorical,
     Tally,
     as_logits,
-    batches_of_rank,
     limited,
     picked,
     sent,
-    watched,
+    settings,
+    shared,
 )
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
-    from nmrun.lab.tasks.text.corpus import Codec
 
 
 def cross_entropy(logits: Tensor, following: Tensor, **options: Any) -> Tensor:
@@ -54,8 +52,9 @@ class LanguageModelling(Categorical):
 
     metric = "perplexity"
     higher_is_better = False
-    codec: Callable[[], Codec] | None = None
-    """How texts become these tokens and the other way round; None where that is not known."""
+    codec: Callable[[], Any] | None = None
+    """How texts become these tokens and the other way round, a ``Codec`` of :mod:`nmrun.lab.tasks.text.files`;
+    None where that is not known."""
 
     def __init__(
         self,
@@ -115,15 +114,11 @@ class LanguageModelling(Categorical):
             limited(splits, most, lambda text, windows: text[: windows * context + 1]),
             vocabulary,
             context,
-            batch_size=config.trainer.batch_size,
-            seed=config.seed,
             unit=unit,
-            label_smoothing=config.trainer.label_smoothing,
             accumulate=config.trainer.accumulate,
-            limit_batches=config.trainer.limit_batches,
-            device=device,
             compiled=bool(config.trainer.compile),
             stride=config.dataset.mapping().get("stride"),
+            **settings(config, device),
         )
 
     def micro_batches(
@@ -152,7 +147,10 @@ class LanguageModelling(Categorical):
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for tokens, following, tail, counts in ranks.in_step(self._evaluation(split, rank, world)):
+        batches = self._evaluated(split)
+        for (*_, tail), (tokens, following), counts in shared(
+            batches, lambda batch: self._batch(split, *batch[:2]), rank, world
+        ):
             logits = model(tokens)
             if counts:
                 total += cross_entropy(logits[:, -tail:], following[:, -tail:], reduction="sum")
@@ -163,31 +161,20 @@ class LanguageModelling(Categorical):
         perplexity = math.exp(loss) if loss < 700 else math.inf
         return {"loss": loss, "perplexity": perplexity, f"bits_per_{self.unit}": loss / math.log(2)}
 
-    def _evaluation(
-        self, split: str, rank: int, world: int
-    ) -> Iterator[tuple[Tensor, Tensor, int, bool]]:
-        """A rank's batches of a split: inputs, targets, how many targets at a window's end no
-        window before it has, and whether the batch counts.
+    def _evaluated(self, split: str) -> list[tuple[NDArray[Any], int, int]]:
+        """The batches of an evaluation: where windows begin, their length, and how many targets at a
+        window's end no window before it has.
         """
-        predicted, stride = len(self.splits[split]) - 1, self.stride
-        whole, rest = divmod(predicted - self.context, stride)
-        starts, at_once = np.arange(1 + whole) * stride, self.evaluated_at_once
-        # of the first window all targets are new
-        begun = 0 if stride == self.context else 1
-        batches = []
-        if begun:
-            batches.append((starts[:begun], self.context, self.context))
-        batches += [
-            (starts[i : i + at_once], self.context, stride)
-            for i in range(begun, len(starts), at_once)
-        ]
-        if rest:
-            first = (1 + whole) * stride
-            batches.append((np.array([first]), predicted - first, rest))
-        for number, counts in watched(batches_of_rank(len(batches), rank, world)):
-            places, length, tail = batches[number]
-            tokens, following = self._batch(split, places, length)
-            yield tokens, following, tail, counts
+        context, stride, predicted = self.context, self.stride, len(self.splits[split]) - 1
+        starts = np.arange(0, predicted - context + 1, stride)
+        # of the first window all targets are new: one by itself, unless all windows are so
+        first = 0 if stride == context else 1
+        pieces = np.split(starts, range(first, len(starts), self.evaluated_at_once))
+        batches = [(some, context, stride if some[0] else context) for some in pieces if len(some)]
+        begin = starts[-1] + stride
+        if rest := predicted - (starts[-1] + context):
+            batches.append((np.array([begin]), predicted - begin, rest))
+        return batches
 
     def example(self) -> Batch:
         return self._batch("train", np.arange(2), self.context)

@@ -12,20 +12,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nmrun.errors import ConfigError
-from nmrun.lab import ranks
 from nmrun.lab.tasks.base import (
     Batch,
     Categorical,
     ItemBatches,
     Tally,
     as_logits,
-    batches_of_rank,
     epoch_order,
     generator,
     limited,
     sent,
+    settings,
+    shared,
     thinned,
-    watched,
 )
 from nmrun.lab.tasks.vision.augmentation import Augment, Share
 
@@ -79,12 +78,13 @@ class Classification(ItemBatches, Categorical):
         self.classes = classes
         self.inputs: dict[str, Any] = {"shape": tuple(self.images.shape[1:]), "classes": classes}
         pixels = self.normalise.plain if self.images.dtype == torch.uint8 else {}
-        self.signature = signature(self.inputs["shape"], names, {**pixels, **prepared})
+        self.signature = {"input": {"shape": list(self.inputs["shape"]), **pixels, **prepared}}
+        if names:
+            self.signature["classes"] = list(names)
         self.augment = augment or Augment()
         self.about = about
         self.seed, self.label_smoothing = seed, label_smoothing
         self.cut(len(self.images), "training images", batch_size, limit_batches)
-        self._order: tuple[int, Tensor] = (-1, torch.empty(0))
 
     @classmethod
     def of(
@@ -93,24 +93,13 @@ class Classification(ItemBatches, Categorical):
         splits: dict[str, tuple[Tensor, Tensor]],
         classes: int,
         device: torch.device,
-        about: str = "",
-        names: Sequence[str] = (),
-        prepared: Mapping[str, Any] = MappingProxyType({}),
+        **described: Any,
     ) -> Classification:
-        most = config.trainer.limit_evaluation
-        return cls(
-            limited(splits, most, thinned),
-            classes,
-            batch_size=config.trainer.batch_size,
-            seed=config.seed,
-            label_smoothing=config.trainer.label_smoothing,
-            limit_batches=config.trainer.limit_batches,
-            device=device,
-            augment=Augment.of(config.dataset.values()),
-            about=about,
-            names=names,
-            prepared=prepared,
-        )
+        """The task with the settings of a run's config; ``described`` are ``about``, ``names`` and
+        ``prepared``."""
+        augment = Augment.of(config.dataset.values())
+        few = limited(splits, config.trainer.limit_evaluation, thinned)
+        return cls(few, classes, augment=augment, **settings(config, device), **described)
 
     def micro_batches(
         self, epoch: int, index: int, parts: int, mine: range | None = None
@@ -130,10 +119,8 @@ class Classification(ItemBatches, Categorical):
 
     def _read_share(self, epoch: int, index: int, share: Share) -> Batch:
         """The images at hand of a share of a training batch, as they are stored, with their labels."""
-        if self._order[0] != epoch:
-            order = epoch_order(self.seed, epoch, len(self.images))
-            self._order = epoch, sent(order, self.images.device)
-        rows = self._order[1][index * self.batch_size + sent(share.rows, self.images.device)]
+        order = epoch_order(self.seed, epoch, len(self.images))
+        rows = sent(order[index * self.batch_size + share.rows], self.images.device)
         return self.images[rows], self.labels[rows]
 
     def logits(self, model: Any, batch: Batch) -> Tensor:
@@ -147,7 +134,7 @@ class Classification(ItemBatches, Categorical):
         device, count = self.normalise.mean.device, 0
         loss = torch.zeros((), dtype=torch.float64, device=device)
         right = torch.zeros((), dtype=torch.int64, device=device)
-        for images, labels, counts in ranks.in_step(self._evaluation(split, rank, world)):
+        for _, (images, labels), counts in self._evaluation(split, rank, world):
             logits = model(images).float()
             if counts:
                 loss += functional.cross_entropy(logits, labels, reduction="sum")
@@ -163,13 +150,12 @@ class Classification(ItemBatches, Categorical):
 
     def _evaluation(
         self, split: str, rank: int = 0, world: int = 1
-    ) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """A rank's batches of a split: normalised images, labels, and whether they count."""
+    ) -> Iterator[tuple[Any, Batch, bool]]:
+        """A rank's pieces of a split, its normalised images and labels, and whether they count."""
         images, labels = self.splits[split]
         at_once = max(1, min(1024, PIXELS_AT_ONCE // math.prod(images.shape[2:])))
-        for number, counts in watched(batches_of_rank(-(-len(labels) // at_once), rank, world)):
-            rows = slice(number * at_once, (number + 1) * at_once)
-            yield self.normalise(images[rows]), labels[rows], counts
+        rows = [slice(first, first + at_once) for first in range(0, len(labels), at_once)]
+        return shared(rows, lambda few: (self.normalise(images[few]), labels[few]), rank, world)
 
     def example(self) -> Batch:
         return self.normalise(self.images[:2]), self.labels[:2]
@@ -185,16 +171,6 @@ def check_labelled(split: str, images: Any, labels: Any, classes: int) -> None:
         )
 
 
-def signature(
-    shape: Sequence[int], names: Sequence[str], prepared: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What a network takes of images (C, H, W), as ``signature`` of :class:`Classification`."""
-    return {
-        "input": {"shape": list(shape), **prepared},
-        **({"classes": list(names)} if names else {}),
-    }
-
-
 class Normalise:
     """uint8 images to float32, normalised channel by channel; float images stay as they are.
     ``mean`` and ``std`` (C,) are on the scale of 0 to 255.
@@ -205,7 +181,7 @@ class Normalise:
 
     @property
     def plain(self) -> dict[str, list[float]]:
-        """As plain data, for a :func:`signature`."""
+        """As plain data, for a signature."""
         mean, std = self.mean.flatten().tolist(), self.std.flatten().tolist()
         return {"range": [0, 255], "mean": mean, "std": std}
 
@@ -217,10 +193,7 @@ class Normalise:
         counts = torch.stack(
             [torch.bincount(channel.reshape(-1), minlength=256) for channel in train.unbind(1)]
         ).double()
-        shares, values = (
-            counts / counts.sum(1, keepdim=True),
-            torch.arange(256, dtype=torch.float64),
-        )
+        shares, values = counts / counts.sum(1, keepdim=True), torch.arange(256).double()
         mean = (shares * values).sum(1, keepdim=True)
         # a channel may be constant
         std = (shares * (values - mean) ** 2).sum(1).sqrt().clamp(min=1.0)

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nmrun.errors import ConfigError, refused
-from nmrun.lab.keys.datasets import Digits, ImageFolder, ImageNet, Images
-from nmrun.lab.runs import documents
+from nmrun.lab.keys.datasets import Digits, ImageFolder, ImageNet, Images, Subset
+from nmrun.lab.runs import documents, locks
 from nmrun.lab.tasks import storage
 from nmrun.lab.tasks.vision import Classification
 
@@ -46,13 +46,13 @@ def torchvision_files(config: Config, device: torch.device) -> Classification:
     options = config.dataset.as_kind(Images)
     pool, test, names, place = read_torchvision(options.name)
     shape, classes = pool[0].shape[1:], len(names)
-    splits = split(pool, test, classes, **options.sizes())
+    splits = split(pool, test, classes, options)
     return Classification.of(
         config,
         splits,
         classes,
         device,
-        about(splits, shape, classes, place),
+        about=about(splits, shape, classes, place),
         names=names,
         prepared={"colours": "RGB" if shape[0] == 3 else "grey"},
     )
@@ -101,37 +101,29 @@ def _download(name: str) -> Path:
     root, place = storage.data_folder(), storage.data_folder() / name / FILES[name][1]
     failed = f"dataset={name}: it is not in {root} (NMRUN_DATA), and its download failed: "
     with refused(failed, OSError, RuntimeError):
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".download-", dir=root) as passing:
-            _of_torchvision(name, Path(passing), train=True, download=True)
-            place.parent.mkdir(exist_ok=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with locks.folder_beside(place) as part:
+            _of_torchvision(name, part, train=True, download=True)
             if not place.exists():  # another process may have downloaded it first
-                os.rename(Path(passing) / place.name, place)
+                os.rename(part / place.name, place)
     return place
 
 
 DIGITS = 10
 
 
+@cache
 def load_digits(
     split_seed: int = Digits.split_seed,
     val_fraction: float = Digits.val_fraction,
     test_fraction: float = Digits.test_fraction,
-) -> dict[str, Labelled]:
-    """scikit-learn's 1,797 digits by split: float32 (N, 1, 8, 8) and int64 labels (N,).
+) -> tuple[dict[str, Labelled], float, float]:
+    """scikit-learn's 1,797 digits by split: float32 (N, 1, 8, 8) and int64 labels (N,); and mean and
+    standard deviation of the training images' pixels, 0 to 16, by which all are normalised.
 
     They are split by ``split_seed`` alone, and every class alike, so all runs of a comparison see
-    the same test images. Pixels are normalised by mean and standard deviation of the training
-    images.
+    the same test images.
     """
-    return _digits(split_seed, val_fraction, test_fraction)[0]
-
-
-@cache
-def _digits(
-    split_seed: int, val_fraction: float, test_fraction: float
-) -> tuple[dict[str, Labelled], float, float]:
-    """The splits of :func:`load_digits`; mean and standard deviation of pixels from 0 to 16."""
     images, labels = _read_digits()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(split_seed))
     members: dict[str, list[Tensor]] = {"test": [], "val": [], "train": []}
@@ -158,7 +150,7 @@ def _digits(
 def digits(config: Config, device: torch.device) -> Classification:
     """Build the task of the config's ``dataset`` group, as :func:`nmrun.lab.tasks.build` says."""
     options = config.dataset.as_kind(Digits)
-    splits, mean, std = _digits(options.split_seed, options.val_fraction, options.test_fraction)
+    splits, mean, std = load_digits(options.split_seed, options.val_fraction, options.test_fraction)
     return Classification.of(
         config,
         splits,
@@ -190,13 +182,13 @@ def image_folder(config: Config, device: torch.device) -> Classification:
     if "test" not in splits and "val" in splits:
         splits["test"] = splits.pop("val")  # as ImageNet, whose test labels nobody has
     test, val = splits.get("test"), splits.get("val")
-    parts = split(splits["train"], test, classes, val=val, **options.sizes())
+    parts = split(splits["train"], test, classes, options, val)
     return Classification.of(
         config,
         parts,
         classes,
         device,
-        about(parts, shape, classes, place),
+        about=about(parts, shape, classes, place),
         names=names,
         prepared={"colours": "RGB", "resize": {"shorter_side": shape[-1], "crop": shape[-1]}},
     )
@@ -221,7 +213,7 @@ def imagenet(config: Config, device: torch.device) -> ImageStream:
     labels = torch.tensor([label for _, label in samples])
     rows, trained, classes = torch.arange(len(samples)), len(listed["train"]), len(names)
     pool, test = (rows[:trained], labels[:trained]), (rows[trained:], labels[trained:])
-    parts = split(pool, test, classes, **options.sizes())
+    parts = split(pool, test, classes, options)
     description = about(parts, (3, options.resolution, options.resolution), classes, place)
     return ImageStream(config, paths, parts, classes, device, description, names)
 
@@ -367,24 +359,21 @@ def split(
     pool: Labelled,
     test: Labelled | None,
     classes: int,
-    split_seed: int,
-    train_size: int | None,
-    val_size: int | None,
-    test_size: int | None,
+    options: Subset,
     val: Labelled | None = None,
 ) -> dict[str, Labelled]:
     """Split images, by ``split_seed`` alone.
 
-    Sizes are numbers of images, with the same number of every class, or one more of the first ones.
+    The sizes of ``options`` are numbers of images, with the same number of every class, or one more of the first ones.
     None is all the rest for training, and for the others all that are given, or a tenth of each
     class of the pool. A smaller training set is part of a larger one. Raises ConfigError for a
     class that has too few images.
     """
     splits, rest = {}, pool
     for name, part, size in (
-        ("test", test, test_size),
-        ("val", val, val_size),
-        ("train", None, train_size),
+        ("test", test, options.test_size),
+        ("val", val, options.val_size),
+        ("train", None, options.train_size),
     ):
         source = rest if part is None else part
         counts = torch.bincount(source[1], minlength=classes)
@@ -398,7 +387,7 @@ def split(
                 )
         else:
             quotas = counts if part is not None or name == "train" else (counts / 10).round().long()
-        rows, others = _take(source[1], quotas, split_seed)
+        rows, others = _take(source[1], quotas, options.split_seed)
         splits[name] = source[0][rows], source[1][rows]
         if part is None:
             rest = source[0][others], source[1][others]

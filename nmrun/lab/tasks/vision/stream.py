@@ -19,9 +19,17 @@ from nmrun.errors import RunError
 from nmrun.lab import ranks, signals
 from nmrun.lab.keys.datasets import ImageNet
 from nmrun.lab.runs import documents
-from nmrun.lab.tasks.base import Batch, batches_of_rank, generator, limited, thinned, watched
+from nmrun.lab.tasks.base import (
+    Batch,
+    batches_of_rank,
+    generator,
+    limited,
+    settings,
+    shared,
+    thinned,
+)
 from nmrun.lab.tasks.vision.augmentation import Augment, Share
-from nmrun.lab.tasks.vision.classification import Classification, Normalise, signature
+from nmrun.lab.tasks.vision.classification import Classification, Normalise
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
@@ -58,55 +66,72 @@ class ImageStream(Classification):
         about: str = "",
         names: Sequence[str] = (),
     ) -> None:
-        options, trainer = config.dataset.as_kind(ImageNet), config.trainer
-        self.device, self.seed, self.about = device, config.seed, about
-        self.splits = limited(splits, trainer.limit_evaluation, thinned)
-        self.has_test = "test" in splits
-        self.files = ImageFiles(
-            paths, options.resolution, options.crop_scale, options.flip, config.seed
-        )
-        self.classes = classes
-        self.inputs: dict[str, Any] = {
-            "shape": (3, options.resolution, options.resolution),
-            "classes": classes,
-        }
-        # done where an image is read
-        self.augment: Augment = dataclasses.replace(Augment.of(options.values()), flip=False)
-        self.normalise = Normalise(MEAN, STD, device)
-        resize = {"shorter_side": round(options.resolution * WHOLE), "crop": options.resolution}
-        self.signature = signature(
-            self.inputs["shape"],
-            names,
-            {"colours": "RGB", **self.normalise.plain, "resize": resize},
-        )
-        self.label_smoothing = trainer.label_smoothing
-        count = len(splits["train"][0])
-        self.cut(count, "training images", trainer.batch_size, trainer.limit_batches)
+        options = config.dataset.as_kind(ImageNet)
+        size, normalise = options.resolution, Normalise(MEAN, STD, device)
+        resize = {"shorter_side": round(size * WHOLE), "crop": size}
+        super().__init__(
+            limited(splits, config.trainer.limit_evaluation, thinned),
+            classes,
+            # mirrored where it is read
+            augment=dataclasses.replace(Augment.of(options.values()), flip=False),
+            about=about,
+            names=names,
+            prepared={"shape": [3, size, size], "colours": "RGB", **normalise.plain, "resize": resize},
+            **settings(config, "cpu"),
+        )  # fmt: skip
+        self.device, self.normalise = device, normalise
+        self.inputs["shape"] = (3, size, size)
+        self.files = ImageFiles(paths, size, options.crop_scale, options.flip, config.seed)
+        own_cores = max(1, (os.cpu_count() or 1) // ranks.local_world())
+        self.workers = own_cores if options.workers is None else options.workers
         self._labels = torch.empty(len(paths), dtype=torch.int64)
         for rows, labels in splits.values():
             self._labels[rows] = labels
-        self.reader = Reader(
-            self.files,
-            splits["train"][0],
-            self.batch_size,
-            self.batches_per_epoch,
-            options.workers,
-            pinned=device.type == "cuda",
-        )
+        self._next: tuple[Any, ...] = ()
+        self._batches: Iterator[Batch] = iter(())
 
     def _read_share(self, epoch: int, index: int, share: Share) -> Batch:
-        return self._on_device(*self.reader.training(epoch, index, share.rows.tolist()))
+        """Read ahead, while the training uses earlier batches. Raises RunError for a damaged file."""
+        places = share.rows.tolist()
+        if self._next != (epoch, index, places):
+            self._batches = self._read(self.keys(epoch, index, places))
+        images, rows = next(self._batches)
+        ends = index + 1 == self.batches_per_epoch
+        self._next = (epoch + 1, 0, places) if ends else (epoch, index + 1, places)
+        return self._on_device(images, rows)
 
     def _evaluation(
         self, split: str, rank: int = 0, world: int = 1
-    ) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    ) -> Iterator[tuple[Any, Batch, bool]]:
         rows = self.splits[split][0].split(self.batch_size)
-        share = batches_of_rank(len(rows), rank, world)
-        keys = [[(-1, row) for row in rows[number].tolist()] for number, _ in share]
-        read = self.reader.read(keys)
-        for batch, (_, counts) in zip(read, watched(share), strict=True):
-            images, labels = self._on_device(*batch)
-            yield self.normalise(images), labels, counts
+        mine = [rows[number].tolist() for number, _ in batches_of_rank(len(rows), rank, world)]
+        ahead = self._read([[(-1, row) for row in few] for few in mine])
+
+        def read(_: Tensor) -> Batch:
+            images, labels = self._on_device(*next(ahead))
+            return self.normalise(images), labels
+
+        return shared(rows, read, rank, world)
+
+    def keys(self, epoch: int, index: int, places: list[int]) -> Iterator[list[Key]]:
+        """The images at these places of a training batch and of those after it, without end. Each
+        epoch is a fresh permutation."""
+        size, count = self.batch_size, self.batches_per_epoch
+        return _keys(self.images, self.seed, size, count, epoch, index, places)
+
+    def _read(self, keys: Iterable[list[Key]]) -> Iterator[Batch]:
+        """Batches of these keys, by ``workers`` processes; 0: the training's own."""
+        loader = DataLoader(
+            self.files,
+            batch_sampler=keys,
+            num_workers=self.workers,
+            collate_fn=_collate,
+            pin_memory=self.device.type == "cuda",
+            worker_init_fn=_begin,
+            # else it draws from torch's own, which a resumed run would notice
+            generator=torch.Generator(),
+        )
+        return _checked(loader)
 
     def _on_device(self, images: Tensor, rows: Tensor) -> Batch:
         """uint8 images and labels."""
@@ -114,12 +139,12 @@ class ImageStream(Classification):
         return images, self._labels[rows].to(self.device, non_blocking=True)
 
     def close(self) -> None:
-        self.reader.close()
+        """End the processes that read."""
+        self._next, self._batches = (), iter(())
 
     def example(self) -> Batch:
-        return torch.zeros(2, *self.inputs["shape"], device=self.device), torch.zeros(
-            2, dtype=torch.int64, device=self.device
-        )
+        images = torch.zeros(2, *self.inputs["shape"], device=self.device)
+        return images, torch.zeros(2, dtype=torch.int64, device=self.device)
 
 
 class ImageFiles(Dataset[tuple[Tensor, int, str]]):
@@ -178,64 +203,7 @@ class ImageFiles(Dataset[tuple[Tensor, int, str]]):
         return image.flip(1) if mirrored else image
 
 
-class Reader:
-    """Batches of images and rows that are read ahead, while the training uses earlier ones.
-
-    Each epoch is a fresh permutation of the training ``rows`` (N,), a pure function of (seed,
-    epoch). A run that begins in the middle of an epoch begins to read there. ``workers`` processes
-    read; 0: the training's own; None: one for each core of this rank.
-    """
-
-    def __init__(
-        self,
-        files: ImageFiles,
-        rows: Tensor,
-        batch_size: int,
-        batches_per_epoch: int,
-        workers: int | None,
-        pinned: bool,
-    ) -> None:
-        self.files, self.rows, self.pinned = files, rows, pinned
-        self.batch_size, self.batches_per_epoch = batch_size, batches_per_epoch
-        own_cores = max(1, (os.cpu_count() or 1) // ranks.local_world())
-        self.workers = own_cores if workers is None else workers
-        self._next: tuple[Any, ...] = ()
-        self._batches: Iterator[Batch] = iter(())
-
-    def training(self, epoch: int, index: int, share: list[int]) -> Batch:
-        """The images at the places ``share`` of a batch. Raises RunError for a damaged file."""
-        if self._next != (epoch, index, share):
-            self._batches = self.read(self.keys(epoch, index, share))
-        batch = next(self._batches)
-        ends = index + 1 == self.batches_per_epoch
-        self._next = (epoch + 1, 0, share) if ends else (epoch, index + 1, share)
-        return batch
-
-    def read(self, keys: Iterable[list[Key]]) -> Iterator[Batch]:
-        """Batches of these keys."""
-        loader = DataLoader(
-            self.files,
-            batch_sampler=keys,
-            num_workers=self.workers,
-            collate_fn=_collate,
-            pin_memory=self.pinned,
-            worker_init_fn=_begin,
-            # else it draws from torch's own, which a resumed run would notice
-            generator=torch.Generator(),
-        )
-        return _checked(loader)
-
-    def keys(self, epoch: int, index: int, share: list[int]) -> Iterator[list[Key]]:
-        """The images ``share`` of this batch and of those after it, without end."""
-        size, count = self.batch_size, self.batches_per_epoch
-        return _keys(self.rows, self.files.seed, size, count, epoch, index, share)
-
-    def close(self) -> None:
-        """End the processes that read."""
-        self._next, self._batches = (), iter(())
-
-
-# Functions, so that no generator holds the `Reader` that holds it: torch waits five seconds for each
+# Functions, so that no generator holds the task that holds it: torch waits five seconds for each
 # process of a loader that is collected as part of a cycle.
 
 
