@@ -370,7 +370,7 @@ def test_a_parameter_keeps_its_gradient_and_its_hooks():
 
 @pytest.mark.parametrize("make", [
     lambda model, optimizer: nmrun.sparsify(model, optimizer, "ste", "2:4"),
-    lambda model, optimizer: Training("ste", "2:4", None, {}).begin(model, optimizer, None),
+    lambda model, optimizer: Training("ste", "2:4")._begin(model, optimizer, None),
 ], ids=["sparsify", "callbacks"])  # fmt: skip
 def test_the_first_layer_and_the_head_stay_dense_unless_told_otherwise(make):
     model, optimizer, told = start("ste", exclude=None)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, RunError, first_line
 from nmrun.lab.keys.options import CLASSES, find_builder
 from nmrun.registry import find
 
@@ -18,7 +18,7 @@ def build(config: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
 
     ``inputs`` are facts of the data by the builder's argument names; of images ``shape`` (channels,
     height, width) and ``classes``. Raises ConfigError for an unknown name, and for a model that is
-    made for other data.
+    made for other data; RunError for one that memory does not hold.
     """
     name, target = config["name"], config.get("_target_")
     builder = find("model._target_", target, {}) if target else find_builder("model", str(name))
@@ -38,7 +38,12 @@ def build(config: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
             f"model={name} takes images, and this data set has {shape[0]} features an item: "
             "model=mlp takes these"
         )
-    model = builder(**inputs, **options)
+    try:
+        model = builder(**inputs, **options)
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        raise RunError(f"model={name}: {first_line(error)}") from error
     if not isinstance(model, nn.Module):
         returned = type(model).__name__
         raise ConfigError(f"model={name}: its builder returned a {returned}, no torch.nn.Module")

@@ -112,7 +112,7 @@ def test_a_run_and_its_export(kind, saved, tmp_path, capsys):
     assert result["status"] == "finished", result.get("error")
     assert all(layer["holds"] for layer in result["sparsity"]["layers"])
     to = tmp_path / "to"
-    assert cli.main([str(tmp_path / "run"), "--out", str(to), "--format", "hf"]) == 0
+    assert cli.export([str(tmp_path / "run"), "--out", str(to), "--format", "hf"]) == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained(to).eval()
     ours = load(folder).eval()
     ours.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))

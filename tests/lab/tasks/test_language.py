@@ -503,7 +503,7 @@ def test_without_a_test_text_nothing_is_called_test(tmp_path, capsys):
     assert set(result["metrics"]["best"]) == names | {"epoch", "step", "candidates"}
     capsys.readouterr()
     assert verb("table", str(tmp_path / "out")) == 0
-    assert "perplexity on the validation split" in capsys.readouterr().out
+    assert "validation perplexity" in capsys.readouterr().out
 
 
 def test_what_is_wrong_with_a_token_file(tmp_path):
