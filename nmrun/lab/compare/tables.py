@@ -18,6 +18,7 @@ from nmrun.lab.compare.notation import (
     LOWER_IS_BETTER,
     Key,
     but_ratio,
+    deviates,
     label,
     labels_of,
     places,
@@ -132,6 +133,25 @@ class Table:
         for (row, column), cell in self.cells.items():
             cells.setdefault((column, self.metric_of(row, column)), {})[row] = cell
         return cells
+
+    def digits(self, row: Key, column: Key) -> int | None:
+        """Digits after the point of a cell's mean and deviation: one number in a column, that of most
+        of its cells. None, and those of a value without a spread, where the cell has none."""
+        cell = self.cells[row, column]
+        if cell.mean is None or not deviates(cell.mean, cell.sd):
+            return None
+        return self._digits[column, self.metric_of(row, column)]
+
+    @functools.cached_property
+    def _digits(self) -> dict[tuple[Key, str], int]:
+        digits: dict[tuple[Key, str], Counter[int]] = {}
+        for (column, metric), cells in self._by_metric.items():
+            digits[column, metric] = Counter(
+                places(cell.mean, metric, cell.sd)
+                for cell in cells.values()
+                if cell.mean is not None and deviates(cell.mean, cell.sd)
+            )
+        return {at: max(n, key=lambda d: (n[d], d)) for at, n in digits.items() if n}
 
     def step(self, row: Key, column: Key) -> float:
         """The smallest step of a cell's metric that its column shows; FLOPs are counted, and have
@@ -346,7 +366,10 @@ def _ties(table: Table, values: Mapping[Place, float]) -> list[Place]:
         return []
     metric = table.metric_of(*next(iter(values)))
     top = (max if table.higher_is_better(metric) else min)(values, key=values.__getitem__)
-    digits = {at: places(mean, metric, table.cells[at].sd) for at, mean in values.items()}
+    digits = {}
+    for at, mean in values.items():
+        own = table.digits(*at)
+        digits[at] = places(mean, metric) if own is None else own
 
     def ties(place: Place) -> bool:
         both = (scale(metric) * values[at] for at in (place, top))

@@ -70,10 +70,21 @@ def _other_than(group: str, shared: Mapping[str, str], named: Collection[str]) -
     return f" ({', '.join(other)})" if other else ""
 
 
-def caption(table: Table, in_papers: bool = False, over: str = "(number of seeds)") -> list[str]:
-    """The lines above the values, which are means ``over`` something."""
+def seeds(counts: Collection[int]) -> tuple[int, str]:
+    """The number of seeds of most cells, and the words for it: no cell repeats it."""
+    if not counts:
+        return 0, "seeds"
+    cells = Counter(counts)
+    number = max(cells, key=lambda n: (cells[n], n))
+    but = "" if len(cells) == 1 else ", or as many as stand in brackets"
+    return number, quantity(number, "seed") + but
+
+
+def caption(table: Table, in_papers: bool = False) -> list[str]:
+    """The lines above the values."""
     what = ", ".join(map(notation.metric, table.metric.split(",")))
-    line = f"{what}; mean +- standard deviation {over}"
+    _, number = seeds([cell.n for cell in table.cells.values() if cell.n])
+    line = f"{what}; mean +- standard deviation over {number}"
     if table.best:  # dense training is no rival
         axis, agree = table.compared
         kind = "best sparse one" if table.references else "best one"
@@ -101,7 +112,8 @@ def comparison(table: Table) -> list[str]:
     with_p = any(gap.p is not None for gap in table.differences.values())
     shown = "its 95 % interval and p-value" if with_p else "its 95 % interval"
     whom = ", ".join(words(table.row_keys, row) for row in table.baseline)
-    first = f"Difference to {whom}{units}, seed by seed, with {shown} (number of seeds)"
+    _, number = seeds([gap.n for gap in table.differences.values()])
+    first = f"Difference to {whom}{units}, seed by seed, with {shown}, over {number}"
     return [first, tests(table)]
 
 

@@ -7,7 +7,6 @@ import hashlib
 import re
 import statistics
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +17,9 @@ from nmrun.lab.compare.differences import Overall, better
 from nmrun.lab.compare.notation import (
     MINUS,
     Key,
-    deviates,
     interval,
     labelled,
     p_value,
-    places,
     printed,
     short,
     words,
@@ -76,11 +73,13 @@ class Figure:
     bold: bool = False
     star: bool = False
 
-    @property
-    def text(self) -> str:
-        """``98.7 +- 0.3 (3, 2 failed)``."""
+    def text(self, usual: str) -> str:
+        """``98.7 +- 0.3 (3, 2 failed)``, without a number that is the ``usual`` one."""
         spread = f" +- {self.spread}" if self.spread else ""
-        return f"{self.value}{spread}" + (f" ({self.counted})" if self.counted else "")
+        return f"{self.value}{spread}{self.number(usual)}"
+
+    def number(self, usual: str) -> str:
+        return f" ({self.counted})" if self.counted not in ("", usual) else ""
 
 
 Line = tuple[list[str], list[Figure]]
@@ -89,18 +88,19 @@ Line = tuple[list[str], list[Figure]]
 @dataclass(frozen=True)
 class Grid:
     """A table to be read: its caption, ``keys`` columns of labels, then cells. The first
-    ``references`` lines are dense training."""
+    ``references`` lines are dense training. The caption tells the ``usual`` number of seeds."""
 
     caption: list[str]
     keys: int
     head: list[str]
     lines: list[Line]
     references: int = 0
+    usual: str = ""
 
 
 def grids(table: Table) -> list[Grid]:
     """The values, and where there is a baseline the differences to it."""
-    shown = [values(table, captions.caption(table))]
+    shown = [values(table)]
     if table.baseline:
         head = [*table.row_keys, *(words(table.column_keys, column) for column in table.columns)]
         compared = [
@@ -108,11 +108,13 @@ def grids(table: Table) -> list[Grid]:
             for row in table.rows
             if row not in table.baseline
         ]
-        shown.append(Grid(captions.comparison(table), len(table.row_keys), head, compared))
+        n, _ = captions.seeds([gap.n for gap in table.differences.values()])
+        caption = captions.comparison(table)
+        shown.append(Grid(caption, len(table.row_keys), head, compared, usual=str(n)))
     return shown
 
 
-def values(table: Table, caption: list[str], in_papers: bool = False) -> Grid:
+def values(table: Table, in_papers: bool = False) -> Grid:
     """The values of a table; published figures stand below the rows of their names."""
     head = [*(_key(key, in_papers) for key in table.row_keys)]
     for column in table.columns:
@@ -142,7 +144,10 @@ def values(table: Table, caption: list[str], in_papers: bool = False) -> Grid:
             every.append(published(name))
     every += map(published, missing)
     references = len(table.references)
-    return Grid(caption, len(table.row_keys), [*head, *ROW_COLUMNS], every, references)
+    n, _ = captions.seeds([cell.n for cell in table.cells.values() if cell.n])
+    caption = captions.caption(table, in_papers)
+    head += ROW_COLUMNS
+    return Grid(caption, len(table.row_keys), head, every, references, str(n))
 
 
 def _key(key: str, in_papers: bool) -> str:
@@ -163,9 +168,8 @@ def _figure(table: Table, row: Key, column: Key) -> Figure:
     if cell.mean is None:
         return Figure(cell.counted() or "-")
     metric, gap = table.metric_of(row, column), table.differences.get((row, column))
-    spreads = deviates(cell.mean, cell.sd)
-    decimals = places(cell.mean, metric, cell.sd) if spreads else None
-    counted = metric.startswith("flops/") and not spreads  # all runs have the same
+    decimals = table.digits(row, column)
+    counted = metric.startswith("flops/") and decimals is None  # all runs have the same
     return Figure(
         printed(cell.mean, metric, decimals),
         spread="" if cell.sd is None or counted else printed(cell.sd, metric, decimals),
@@ -232,11 +236,16 @@ def over_all_cells(comparison: Comparison, in_papers: bool = False) -> Grid:
 def markdown(grid: Grid) -> str:
     """Aligned for a terminal too."""
     lines = [
-        [*labels, *(f"**{figure.text}**" if figure.bold else figure.text for figure in figures)]
+        [*labels, *(_marked(figure, grid.usual) for figure in figures)]
         for labels, figures in grid.lines
     ]
     above = "\n".join(map(plain, grid.caption))
     return f"{above}\n\n{aligned(grid.head, lines)}\n"
+
+
+def _marked(figure: Figure, usual: str) -> str:
+    text = figure.text(usual)
+    return f"**{text}**" if figure.bold else text
 
 
 def aligned(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -263,24 +272,21 @@ def plain(text: str) -> str:
 
 
 def _in_latex(table: Table) -> str:
-    """The number of seeds stands in the caption, and in a cell where it is another one. With a
-    baseline a star marks what differs from it."""
-    counts = Counter(cell.n for cell in table.cells.values() if cell.n)
-    n = counts.most_common(1)[0][0] if counts else 0
-    caption = captions.caption(table, in_papers=True, over=f"over {quantity(n, 'seed')}")
+    """With a baseline a star marks what differs from it."""
+    grid = values(table, in_papers=True)
     if table.baseline:
         whom = (" ".join(notation.column(table.row_keys, row)) for row in table.baseline)
-        caption.append(f"compared with {', '.join(whom)}: {captions.tests(table)}")
+        grid.caption.append(f"compared with {', '.join(whom)}: {captions.tests(table)}")
     parts = [table.shared.get("dataset"), table.shared.get("model"), table.metric]
     name = re.sub(r"[^a-zA-Z0-9]+", "-", " ".join(filter(None, parts))).strip("-").lower()
-    return latex(values(table, caption, in_papers=True), name, str(n), MOST)
+    return latex(grid, name, MOST)
 
 
-def latex(grid: Grid, name: str, n: str = "", most: int = 0) -> str:
+def latex(grid: Grid, name: str, most: int = 0) -> str:
     """One ``table`` environment, or of more than ``most`` columns ``table*``, which is as wide as the
-    page; it needs booktabs. ``n`` is the count that no cell repeats."""
+    page; it needs booktabs."""
     rows = [
-        " & ".join([*map(escape, labels), *(_cell(figure, n) for figure in figures)])
+        " & ".join([*map(escape, labels), *(_cell(figure, grid.usual) for figure in figures)])
         for labels, figures in grid.lines
     ]
     if 0 < grid.references < len(rows):
@@ -314,9 +320,9 @@ def escape(text: str) -> str:
     return "".join(SPECIAL.get(character, character) for character in re.sub(r"\s+", " ", text))
 
 
-def _cell(figure: Figure, n: str) -> str:
-    """``$98.7_{\\pm 0.3}^{*}$``, and the number of seeds where it is not ``n``."""
-    counted = f" ({escape(figure.counted)})" if figure.counted not in ("", n) else ""
+def _cell(figure: Figure, usual: str) -> str:
+    """``$98.7_{\\pm 0.3}^{*}$``, and the number of seeds where it is not the ``usual`` one."""
+    counted = escape(figure.number(usual))
     if not NUMBER.fullmatch(figure.value):
         text = "--" if figure.value == "-" else escape(figure.value).replace("*", "$^{*}$")
         return text + counted
