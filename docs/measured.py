@@ -11,7 +11,6 @@
 - ``lines``, a line for each difference of such commands, after ``TITLE: ``;
 - ``held_out``, what choosing by the other tasks' runs gains in each task;
 - ``contrast``, SR-STE's loss under Adam and under SGD, by files;
-- ``settings``, what the trials beside the command's runs chose;
 - ``commands``, those of the page.
 
 ``docs/generate.py`` writes it.
@@ -39,7 +38,6 @@ from nmrun.lab.compare.notation import interval, named, scale, signed, two_digit
 from nmrun.lab.compare.notation import written as in_papers
 from nmrun.lab.compare.statistics import moderated, paired, summarise
 from nmrun.lab.config.reference import ADVICE, BEGIN_WITH
-from nmrun.lab.render import formats
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"
@@ -451,47 +449,6 @@ def _listed(words: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-def _settings(command: str) -> list[str]:
-    """The learning rate of each cell and what else the trials varied, at the table's places."""
-    words = shlex.split(command)
-    file = DOCS.parent / words[2]
-    runs, trials = (
-        pd.read_csv(path, dtype=str, keep_default_na=False, low_memory=False)
-        for path in (file, file.with_name(f"{file.stem}_trials.csv"))
-    )
-    for key, _, values in (word.partition("=") for word in words if "=" in word):
-        runs = runs[runs[key].isin(values.split(","))]
-    if "cell" in trials:
-        trials["recipe"] = trials.cell.str.split().str[0]
-    varied = {
-        recipe: [key for key in some if key.startswith("recipe.") and some[key].nunique() > 1]
-        for recipe, some in trials.groupby("recipe")
-    }
-
-    def setting(run: pd.Series) -> str:
-        own = [key for key in varied.get(run.recipe, []) if run[key] not in ("", "null")]
-        shown = [f"{key.removeprefix('recipe.')} {_short(run[key])}" for key in own]
-        return ", ".join([_short(run["optimizer.lr"]), *shown])
-
-    keys = words[words.index("--rows") + 1].split(",") if "--rows" in words else ["recipe"]
-    runs = runs.assign(setting=runs.apply(setting, axis=1))
-    chosen = runs.groupby([*keys, "sparsity"]).setting.unique().map("; ".join)
-    table = [text.strip("|").split("|") for text in _table(command)[0].splitlines()]
-    head, _, *rows = [[cell.strip() for cell in row] for row in table]
-    for row in rows:
-        labels = row[: len(keys)]
-        dense = chosen.get((*labels, "dense"), "-")
-        row[len(keys) :] = [chosen.get((*labels, ratio), dense) for ratio in head[len(keys) :]]
-    return [formats.aligned(head, rows).rstrip()]
-
-
-def _short(value: object) -> str:
-    try:
-        return f"{float(str(value)):.3g}"
-    except ValueError:
-        return f"`{value}`"
-
-
 def _commands(text: str) -> list[str]:
     """Every command that a table or a picture of the page comes from."""
     found = re.findall(r"<!-- [^\n]*-->", text)
@@ -506,7 +463,6 @@ BLOCKS = {
     "say": _say,
     "findings": _findings,
     "losses": _losses,
-    "settings": _settings,
     "verdicts": _verdicts,
     "held_out": _held_out,
     "lines": _lines,

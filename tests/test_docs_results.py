@@ -530,46 +530,28 @@ def test_the_bytes_of_which_recipe_are_those_that_training_holds(bytes_held):
 
 
 @pytest.mark.parametrize("page", TUNED)
-def test_the_settings_shown_are_those_of_the_runs_and_the_best_of_the_trials(page):
+def test_runs_have_the_settings_that_were_best_in_their_trials(page):
     """Of the settings that were tried with three seeds, on the validation split."""
     runs, trials = (
         pd.read_csv(RESULTS / f"{page}{part}.csv", low_memory=False) for part in ("", "_trials")
     )
-    rows = settings(page)
-    assert {row["recipe"] for row, _, _ in rows} == set(runs.recipe)
-    for row, ratio, cells in rows:
-        chosen = dict(cells)
-        mine = runs[(runs[list(row)] == list(row.values())).all(axis=1)]
-        mine = mine[mine.sparsity == ("dense" if row["recipe"] == "dense" else ratio)]
-        assert len(mine) == 5
-        for key, text in chosen.items():
-            (used,) = mine[key].astype(str).unique()
-            assert near(text, used), (row, ratio, key)
-        words = [row["recipe"], *[ratio] * (row["recipe"] != "dense"), row.get("optimizer", "")]
-        tried = trials[trials.cell == " ".join(filter(None, words))]
-        means = tried.astype(dict.fromkeys(chosen, str)).groupby(list(chosen)).value
+    cells = trials.groupby("cell")  # a recipe, its ratio where it has one, and an optimizer
+    assert {cell.split()[0] for cell in cells.groups} == set(runs.recipe)
+    for cell, tried in cells:
+        recipe, *rest = cell.split()
+        columns = ["optimizer"] if recipe == "dense" else ["sparsity", "optimizer"]
+        mine = runs[runs.recipe == recipe]
+        for key, label in zip(columns, rest, strict=False):
+            mine = mine[mine[key] == label]
+        assert len(mine) == 5, cell
+        keys = [key for key in tried if key.startswith("recipe.") and tried[key].nunique() > 1]
+        keys = ["optimizer.lr", *keys]
+        means = tried.astype(dict.fromkeys(keys, str)).groupby(keys).value
         several = means.mean()[means.count() == 3]
         best = several.idxmax() if TUNED[page] == "up" else several.idxmin()
-        for text, value in zip(chosen.values(), best if len(chosen) > 1 else [best], strict=True):
-            assert near(text, value), (row, ratio)
-
-
-def settings(page: str) -> list[tuple[dict[str, str], str, list[tuple[str, str]]]]:
-    """The cells of a page's table of settings: its row's labels, ratio, and keys with values."""
-    text = (RESULTS / f"{page}.md").read_text()
-    (table,) = re.findall(r"<!-- settings: .*? -->\n\n(.*?)\n\n<!-- end", text, re.S)
-    head, _, *lines = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in table.split("\n")
-    ]
-    rows = []
-    for line in lines:
-        cells = dict(zip(head, line, strict=True))
-        row = {key: cells.pop(key) for key in head if ":" not in key}
-        for ratio, cell in cells.items():
-            rate, *parts = cell.replace("`", "").split(", ")
-            keys = [(f"recipe.{key}", value) for key, value in (part.split() for part in parts)]
-            rows.append((row, ratio, [("optimizer.lr", rate), *keys]))
-    return rows
+        for key, value in zip(keys, best if len(keys) > 1 else [best], strict=True):
+            (used,) = mine[key].astype(str).unique()
+            assert near(used, value), (cell, key)
 
 
 def near(text: str, used: object) -> bool:
