@@ -214,10 +214,15 @@ def _value(name: str, text: str) -> Any:
 
 
 def to_csv(runs: pd.DataFrame) -> str:
-    """Runs as CSV, with values as on a command line, without settings that change no result."""
+    """Runs as CSV, with values as on a command line, without what changes no result."""
     columns = [column for column in runs.columns if column.partition(".")[0] not in LOCAL]
     lines = [[_text(run[column]) for column in columns] for run in runs.to_dict("records")]
     return as_text([columns, *lines], "csv")
+
+
+def to_json(runs: pd.DataFrame) -> str:
+    """Runs as a list of objects, with all that is known of each."""
+    return as_text(as_lines(runs), "json")
 
 
 def _text(value: Any) -> str:

@@ -146,6 +146,17 @@ def test_a_line_a_run_as_csv_gives_the_same_table(tmp_path, write, capsys):
     assert of_folders.count("\n") == 4
 
 
+def test_files_of_two_machines_tell_in_what_their_runs_differ(tmp_path, write, capsys):
+    for seed, lr in enumerate((0.1, 0.2)):
+        write("ste", "2:4", seed, 0.9, root=f"machine{seed}", optimizer__lr=lr)
+        assert verb("table", str(tmp_path / f"machine{seed}"), "--runs") == 0
+        (tmp_path / f"{seed}.csv").write_text(capsys.readouterr().out)
+    files = [str(tmp_path / f"{seed}.csv") for seed in (0, 1)]
+    assert verb("table", *files) == 2
+    assert "optimizer.lr" in capsys.readouterr().err
+    assert verb("table", *files, "--rows", "recipe,optimizer.lr") == 0
+
+
 def test_a_line_a_run_says_what_happened(tmp_path, write, capsys):
     happened = ["step 20: ASP pruned once, by magnitude", "step 30: all is well"]
     events = [{"kind": "", "step": 20, "sentence": sentence} for sentence in happened]

@@ -112,7 +112,7 @@ def test_markdown_cells_are_texts(write, table):
 def test_names_of_folders_send_a_terminal_no_commands(sealed, table, capsys):
     folder = sealed("ste", "2:4", 0, 0.5)
     odd = folder.rename(folder.with_name("\x1b]0;x"))
-    status, out, err = table("--runs")
+    status, out, err = table("--runs", "--format", "json")
     assert (status, "\x1b" in out + err, "]0;x" in out) == (0, False, True)
     (odd / "result.json").write_text("{")
     assert verb("table", str(odd), "--verify") == 1
