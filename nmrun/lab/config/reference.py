@@ -67,7 +67,7 @@ ADVICE = (
     ),
     (
         "for thousands of steps",
-        "[images](results/step.md): STEP with `recipe.switch=0.5`, or SR-STE for fewer "
+        "[images](results/step.md): SdGf, or STEP with `recipe.switch=0.5`; SR-STE for fewer "
         "multiplications. Text: S-STE",
     ),
 )
