@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nmrun.errors import ConfigError
 from nmrun.lab.arguments import Parser, files_of_the_command, in_range
 from nmrun.lab.config import composition, precheck
+from nmrun.lab.config.schema import no_gpu
 from nmrun.lab.keys.config import Config
 from nmrun.lab.keys.options import names
 from nmrun.patterns import Pattern
@@ -130,6 +131,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             precheck.read([_overrides(Path(), asked)], multirun=True)
     elif words:
         raise ConfigError(f"{words[0]}: nmrun bench infer takes no overrides")
+    elif options.device == "cuda" and no_gpu():
+        raise ConfigError("--device cuda: torch sees no CUDA device here")
     if options.out:
         with files_of_the_command():
             options.out.mkdir(parents=True, exist_ok=True)

@@ -382,7 +382,7 @@ def _column(column: pd.Series) -> pd.Series:
     whole = len(values) == len(column)
     if kinds == {bool}:
         return column.astype("bool" if whole else "boolean")
-    if kinds == {int}:
+    if kinds == {int} and all(-(2**63) <= value < 2**63 for value in values):
         return column.astype("int64" if whole else "Int64")
     if kinds <= {int, float}:
         return column.astype("float64")

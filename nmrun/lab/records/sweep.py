@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import tempfile
 import time
@@ -72,9 +73,13 @@ def recorded(asked: Command, command: str, sweeps: Sequence[list[str]] = ()) -> 
             ):
                 time.sleep(0.1)  # this process began another one in this second
             make_folder(folder, asked.output_dir)
-        with locks.hold(folder):  # shows that the sweep is alive
-            begin(folder, len(asked.jobs), command, asked.output_dir, sweeps)
-            yield folder
+        try:
+            with locks.hold(folder):  # shows that the sweep is alive
+                begin(folder, len(asked.jobs), command, asked.output_dir, sweeps)
+                yield folder
+        finally:
+            if not (folder / HEAD).exists():  # the disk was full from the beginning
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def begin(

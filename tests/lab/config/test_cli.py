@@ -116,7 +116,7 @@ def test_a_sweep_goes_on_past_a_failure_and_does_only_what_is_missing(tmp_path, 
     table = nmrun_cli("table", "out", "--rows", "recipe,optimizer.lr")
     assert table.returncode == 0
     assert "2 failed" in table.stdout
-    assert "(2)" in table.stdout
+    assert "over 2 seeds" in table.stdout
 
 
 @pytest.mark.parametrize(
