@@ -279,20 +279,37 @@ def test_dense_is_kept_where_it_is_faster_or_where_packed_is_wrong(
 
 
 @needs_compiler
+def test_each_size_counts_as_often_as_the_sample_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed is faster for one token, five times, and slower for six, once: 5.5 ms against 6."""
+
+    def milliseconds(arms: Any, *how: Any) -> dict[str, float]:
+        packed = 0.5 if len(arms["dense"][0]()) == 1 else 3.0
+        return {name: packed if name == "packed" else 1.0 for name in arms}
+
+    monkeypatch.setattr(deploying, "milliseconds", milliseconds)
+    model = nn.Sequential(prune(nn.Linear(40, 50), "1:4"))
+    (choice,) = nmrun.deploy(model, lambda: [model(torch.randn(n, 40)) for n in (6, *[1] * 5)])
+    assert choice.path == "packed"
+    assert "1 tokens, one of 6 calls: dense 1 ms, packed 0.5 ms" in choice.reason
+    assert choice.reason.endswith("(1.09x)")
+
+
+@needs_compiler
 @pytest.mark.skipif(not onednn.available(), reason="torch has no oneDNN here")
 @pytest.mark.parametrize(
-    ("onednn", "packed", "expected"),
+    ("onednn", "packed", "expected", "ratio"),
     [
-        (0.5, 0.7, ["onednn", "onednn"]),
-        (0.5, 0.3, ["packed", "onednn"]),
-        (0.98, 0.99, [None, None]),  # as far apart as two probes
-        (1.2, 0.9, ["packed", None]),
+        (0.5, 0.7, ["onednn", "onednn"], "2.00x"),
+        (0.5, 0.3, ["packed", "onednn"], "1.67x"),
+        (0.98, 0.99, [None, None], "1.02x"),  # as far apart as two probes
+        (1.2, 0.9, ["packed", None], "1.11x"),
     ],
 )
 def test_what_is_dense_is_computed_by_the_faster_library(
     onednn: float,
     packed: float,
     expected: list[str | None],
+    ratio: str,
     deploy_times: dict[str, float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -304,6 +321,7 @@ def test_what_is_dense_is_computed_by_the_faster_library(
     output, keys = model(x), set(model.state_dict())
     choices = nmrun.deploy(model, x)
     assert [c.path for c in choices] == expected
+    assert choices[0].reason.endswith(f"({ratio})")
     assert "dense, 6 tokens: dense 1 ms, onednn" in choices[1].reason
     again = pickle.loads(pickle.dumps(model))
     for one in (model, copy.deepcopy(model), again):

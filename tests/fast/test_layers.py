@@ -224,3 +224,13 @@ def test_a_cast_of_the_model_leaves_what_would_mean_something_else(weighted: Kin
     assert torch.equal(layer.dense(), dense)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(other.dense(), dense)
+
+
+@pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="packed layers need a compiler")
+def test_a_state_of_another_precision_takes_that_of_the_layer():
+    """As a state dict does that torch loads into a plain layer."""
+    layer = PackedLinear.of(sparse(64, 32, "1:4")).bfloat16()
+    other = PackedLinear.of(sparse(64, 32, "2:4"))
+    layer.load_state_dict(other.state_dict())
+    assert layer.values.dtype == torch.bfloat16
+    assert torch.equal(layer.dense(), other.dense().bfloat16())

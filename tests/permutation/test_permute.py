@@ -79,6 +79,21 @@ def test_no_swap_of_two_channels_is_missed(parts, channels, pad):
         assert kept_by_hand(layers, other) <= best * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("channels", [5, 6])
+@pytest.mark.parametrize(
+    "parts", [[(3, "1:2")], [(4, "2:3")], [(3, "1:3"), (2, "2:3")], [(4, "2:4")]]
+)
+def test_of_few_channels_the_best_order_is_found(parts, channels):
+    """Against all orders; most have a short last group."""
+    for seed in range(3):
+        layers = layers_of(*parts, channels=channels, seed=seed, pad=True)
+        orders = itertools.permutations(range(channels))
+        best = max(kept_by_hand(layers, list(order)) for order in orders)
+        order = best_order(layers)
+        assert kept_by_hand(layers, order.tolist()) == pytest.approx(best, rel=1e-12)
+        assert kept_magnitude(layers, order) == pytest.approx(best, rel=1e-12)
+
+
 @pytest.mark.parametrize("find", [best_order, assigned_order])
 def test_the_same_input_gives_the_same_order(find):
     layers = layers_of((16, "2:4"), channels=32)

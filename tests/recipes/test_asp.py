@@ -16,7 +16,7 @@ def test_pruned_weights_stay_zero(kind, fused):
     else:
         optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02, fused=fused)
     handle = attach(model, optimizer, "asp")
-    momentum = 0.0
+    momentum, before = 0.0, {}
     for step in range(TOTAL):
         handle.measure_flips = True
         model(batch(step)).square().mean().backward()
@@ -32,6 +32,10 @@ def test_pruned_weights_stay_zero(kind, fused):
             state = optimizer.state[weight.parameter]
             moment = state["momentum_buffer" if kind == "sgd" else "exp_avg"]
             momentum += float(moment[pruned].abs().sum())
+            if weight.name in before:  # no gradient comes to them any more
+                faded = 0.9 * before[weight.name]
+                torch.testing.assert_close(moment[pruned], faded, rtol=1e-5, atol=1e-9)
+            before[weight.name] = moment[pruned].clone()
         if step >= TOTAL // 2:
             assert handle.metrics()["sparsity/kept_energy"] == 1.0
             assert handle.metrics()["sparsity/pruned_norm"] == 0.0

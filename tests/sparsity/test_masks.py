@@ -92,6 +92,13 @@ def test_nan_is_kept_on_top_of_the_n(n, indices):
     assert nm_mask(torch.full((1, 4), math.nan), "1:4").all()
 
 
+def test_nan_takes_no_place_from_a_zero():
+    weight = torch.tensor([[math.nan, 0.0, 0.0, 1.0], [0.0, math.nan, math.nan, 0.0]])
+    expected = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1]], dtype=torch.bool)
+    assert torch.equal(nm_mask(weight, "2:4"), expected)
+    assert torch.equal(nm_mask(weight.T, "2:4", dim=0), expected.T)
+
+
 def test_a_nan_stays_one_under_a_soft_threshold_and_takes_no_place():
     weight = torch.tensor([[math.nan, 1.0, -2.0, 3.0], [4.0, 1.0, -2.0, 3.0]])
     expected = torch.tensor([[math.nan, 0.0, -1.0, 2.0], [2.0, 0.0, 0.0, 1.0]])

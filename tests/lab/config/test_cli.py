@@ -18,7 +18,7 @@ import terminal
 from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf.errors import OmegaConfBaseException
 from pictures import make_folder
-from runs import result_of
+from runs import TINY, result_of
 from verbs import python, verb
 
 from nmrun.errors import ConfigError, RunError
@@ -386,3 +386,9 @@ def test_too_little_memory_for_torch(tmp_path):
     process = shell(tmp_path, f"ulimit -v 1000000; {RUN}")
     assert process.returncode != 0
     assert "Traceback" not in process.stderr
+
+
+def test_a_run_that_its_data_refuse_has_the_status_of_a_mistake(tmp_path, capsys):
+    words = [*TINY, f"output_dir={tmp_path}", "trainer.batch_size=5000"]
+    assert jobs.main(words) == 2
+    assert "trainer.batch_size=5000" in capsys.readouterr().err

@@ -73,6 +73,14 @@ def test_mistakes_of_all_sweeps_are_told_at_once():
     ]
 
 
+def test_keys_of_an_option_that_there_is_not_are_left_alone():
+    """Its default stands in, which has other keys; those of all other groups are checked."""
+    words = ["optimizer=lion", "optimizer.nesterov=true", "trainer.epochs=-1"]
+    option, epochs = mistakes(words)
+    assert option.startswith("optimizer=lion: no such optimizer")
+    assert epochs.startswith("trainer.epochs=-1")
+
+
 def test_each_job_is_there_once(monkeypatch):
     """Dense training has no ratio, and sweeps may share runs; a job is checked once."""
     checked: list[Any] = []

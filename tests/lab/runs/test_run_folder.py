@@ -66,6 +66,19 @@ def test_sizes_and_hashes_are_those_of_the_files(folder):
     assert broken(folder) == {}
 
 
+def test_only_a_finished_run_is_bound(folder):
+    """One that failed may go on, so its files change still."""
+    failed = {**RESULT, "status": "failed", "error": "RunError: step 3"}
+    assert RunFolder(folder).write_result(failed) == failed
+    (folder / "metrics.jsonl").write_bytes(b"")
+    assert (RunFolder(folder).result, RunFolder(folder).problem) == (failed, "")
+    (folder / "metrics.jsonl").write_bytes(CONTENT["metrics.jsonl"])
+    RunFolder(folder).write_result(RESULT)
+    assert result_of(folder)["files"].keys() == CONTENT.keys() - {"run.log"}
+    (folder / "metrics.jsonl").write_bytes(b"")
+    assert broken(folder).keys() == {"metrics.jsonl"}
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "model.safetensors"])
 def test_a_flipped_bit_of_a_file(name, folder):
     data = CONTENT[name]

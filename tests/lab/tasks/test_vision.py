@@ -621,6 +621,10 @@ def test_readers_go_with_the_task(tmp_path):
     task.micro_batches(0, 0, 1)
     readers = set(multiprocessing.active_children()) - set(before)
     assert len(readers) == 2
+    for index in range(1, task.batches_per_epoch):
+        task.micro_batches(0, index, 1)
+    task.micro_batches(1, 0, 1)  # an epoch later they are the same
+    assert set(multiprocessing.active_children()) - set(before) == readers
     gc.disable()
     try:
         del task

@@ -85,6 +85,23 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path):
     assert checkpoint.load_last(tmp_path / "nowhere") == (None, [])
 
 
+def test_a_state_that_was_edited_is_damaged_though_every_checksum_of_it_is_right(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    checkpoint.save(path, {"step": 1, "tensor": torch.arange(4.0)})
+    with zipfile.ZipFile(path) as before:
+        seal, records = before.comment, [(info, before.read(info)) for info in before.infolist()]
+    numbers = torch.arange(4.0).numpy().tobytes()
+    assert sum(content == numbers for _, content in records) == 1
+    with zipfile.ZipFile(path, "w") as after:
+        for info, content in records:
+            after.writestr(info, content[::-1] if content == numbers else content)
+        after.comment = seal
+    with zipfile.ZipFile(path) as after:
+        assert after.testzip() is None
+    with pytest.raises(ValueError, match="its hash is another"):
+        checkpoint.load(path)
+
+
 @pytest.mark.parametrize(
     "error",
     [
