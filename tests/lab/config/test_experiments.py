@@ -496,7 +496,7 @@ def test_our_figures_and_the_papers(swept, monkeypatch, capsys):
     table = lines[: [line[0] for line in lines].index("recipe", 1)]
     results = [result_of(path.parent) for path in (swept / "outputs").rglob("result.json")]
     ours = {
-        r["config"]["recipe"]["name"]: f"{100 * r['metrics']['final']['test/accuracy']:.1f} (1)"
+        r["config"]["recipe"]["name"]: f"{100 * r['metrics']['final']['test/accuracy']:.1f}"
         for r in results
     }
     assert table[:4] == [
