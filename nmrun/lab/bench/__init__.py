@@ -15,8 +15,9 @@ def main(argv: Sequence[str]) -> int:
     from nmrun.lab.bench import options
 
     asked = options.parse(argv)
+    what, out = asked.pop("what"), asked.pop("out")
     from nmrun.lab.bench import harness  # torch
 
-    benchmark = importlib.import_module(f"nmrun.lab.bench.{asked.what}").benchmark(asked)
-    harness.run(asked.what, benchmark, asked.out, shlex.join(["nmrun", "bench", *argv]))
+    benchmark = importlib.import_module(f"nmrun.lab.bench.{what}").benchmark(**asked)
+    harness.run(what, benchmark, out, shlex.join(["nmrun", "bench", *argv]))
     return 0

@@ -6,7 +6,6 @@ well. OpenVINO is not needed (nmrun's extra ``bench``)."""
 
 from __future__ import annotations
 
-import argparse
 import copy
 import importlib
 import logging
@@ -226,20 +225,23 @@ def device_of(name: str) -> torch.device:
     return torch.device("cpu") if why or name == "cpu" else gpu
 
 
-def benchmark(options: argparse.Namespace) -> Benchmark:
-    torch.set_num_threads(options.threads or torch.get_num_threads())
-    device = device_of(options.device)
-    arms = chosen(options.arms, options.sparsity, options.precisions, device)
+def benchmark(
+    models: Sequence[str], sparsity: Sequence[Pattern], tokens: Sequence[tuple[int, int]],
+    precisions: Sequence[str] | None, arms: Sequence[str], device: str, threads: int | None, rounds: int,
+) -> Benchmark:  # fmt: skip
+    torch.set_num_threads(threads or torch.get_num_threads())
+    place = device_of(device)
+    every = chosen(arms, sparsity, precisions, place)
 
     def cases() -> Iterator[Case]:
-        for name in options.models:
-            for size in options.tokens:
+        for name in models:
+            for size in tokens:
                 torch.manual_seed(0)
                 model, x = network(name, size)
-                yield case(name, size, model.to(device), x.to(device), arms)
+                yield case(name, size, model.to(place), x.to(place), every)
 
-    clock = harness.Clock(device)
-    return Benchmark(cases(), partial(page, clock=clock), clock, options.rounds, compared)
+    clock = harness.Clock(place)
+    return Benchmark(cases(), partial(page, clock=clock), clock, rounds, compared)
 
 
 def page(rows: list[Row], clock: harness.Clock) -> str:

@@ -3,7 +3,6 @@ without an import of torch."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,8 +108,8 @@ sequences = in_range(  # and the tokens of each
 )
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options, and ``what`` is measured; the folder of the results is made.
+def parse(argv: Sequence[str]) -> dict[str, Any]:
+    """The options by name, and ``what`` is measured; the folder of the results is made.
 
     ConfigError for a mistake, as far as it shows before torch is imported.
     """
@@ -136,7 +135,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if options.out:
         with files_of_the_command():
             options.out.mkdir(parents=True, exist_ok=True)
-    return options
+    return vars(options)
 
 
 def _parser() -> Parser:

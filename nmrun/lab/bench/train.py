@@ -9,7 +9,6 @@ measurement, so each recipe goes through its phases by its defaults.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -152,19 +151,22 @@ def compared(rows: list[Row]) -> None:
             row["items_per_second"] = row["items"] / row["ms"] * 1e3
 
 
-def benchmark(options: argparse.Namespace) -> Benchmark:
-    length = f"trainer.steps={(WARM_UP + 1 + options.rounds) * options.steps}"
+def benchmark(
+    models: Sequence[str], sparsity: Sequence[str], arms: Sequence[str], steps: int, rounds: int,
+    overrides: Sequence[str],
+) -> Benchmark:  # fmt: skip
+    length = f"trainer.steps={(WARM_UP + 1 + rounds) * steps}"
 
     def cases() -> Iterator[Case]:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             random_text(folder)
-            for model in options.models:
-                words = [*NETWORKS[model], length, *options.overrides]
-                for ratio in options.sparsity:
-                    arms = loops(folder, words, ratio, options.arms, options.steps)
-                    yield Case({"model": model, "sparsity": ratio}, arms)
+            for model in models:
+                words = [*NETWORKS[model], length, *overrides]
+                for ratio in sparsity:
+                    about = {"model": model, "sparsity": ratio}
+                    yield Case(about, loops(folder, words, ratio, arms, steps))
 
-    device = prepare(composed(Path(), [*NETWORKS[options.models[0]], *options.overrides]))
-    clock = harness.Clock(device, options.steps)
-    return Benchmark(cases(), partial(page, clock=clock), clock, options.rounds, compared)
+    device = prepare(composed(Path(), [*NETWORKS[models[0]], *overrides]))
+    clock = harness.Clock(device, steps)
+    return Benchmark(cases(), partial(page, clock=clock), clock, rounds, compared)
