@@ -84,7 +84,8 @@ def _of_folder(folder: Path) -> tuple[str, list[str]]:
         program, *words = shlex.split(command)
         if program == "nmrun":
             return place, words
-    raise ConfigError(f"{folder}: its command cannot be given here: {command}")
+    why = f"cannot be given here: {command}" if command else "is not known"
+    raise ConfigError(f"{folder}: its command {why}")
 
 
 def _of_line(name: str, changed: Collection[str]) -> list[str]:
@@ -95,7 +96,7 @@ def _of_line(name: str, changed: Collection[str]) -> list[str]:
     """
     from nmrun.lab.compare.runs import from_csv
 
-    runs = {run["folder"]: run for run in from_csv(name.partition(".csv")[0] + ".csv")}
+    runs = {run["folder"]: run for run in from_csv(name.rpartition(".csv")[0] + ".csv")}
     if (line := runs.get(name)) is None:
         known = f"; the first is {min(runs, key=len)}" if runs else ""
         raise ConfigError(f"{name}: no run is in that line{known}")
