@@ -71,8 +71,8 @@ def collect(
 ) -> pd.DataFrame:
     """One row for each ``result.json`` at or below ``paths``, once each; empty if there is none.
 
-    A path may be a CSV file. What lies in a hidden folder below a
-    path, as the trials of ``nmrun tune`` do, is left out.
+    A path may be a CSV file. What lies in a hidden folder below a path, as the trials of ``nmrun
+    tune`` do, is left out.
 
     Columns are the config's groups by name (``recipe``; ``sparsity`` as ``2:4`` or ``dense``) and
     every dotted key (``optimizer.lr``; lists as text). Metrics are the final ones
@@ -220,11 +220,6 @@ def to_csv(runs: pd.DataFrame) -> str:
     return as_text([columns, *lines], "csv")
 
 
-def to_json(runs: pd.DataFrame) -> str:
-    """Runs as a list of objects, with all that is known of each."""
-    return as_text(as_lines(runs), "json")
-
-
 def _text(value: Any) -> str:
     return "" if isinstance(value, float) and math.isnan(value) else label(value)
 
@@ -299,7 +294,7 @@ def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
 def verify(runs: pd.DataFrame) -> None:
     """Compare the files of the finished runs with the hashes in their results.
 
-    Raises RunError for all files that are missing or changed, ConfigError for runs in W&B.
+    Raises RunError for all files that are missing or changed, ConfigError for runs of a CSV file.
     """
     wrong = []
     for folder in map(Path, runs["folder"][runs["status"] == "finished"]):

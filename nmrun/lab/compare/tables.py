@@ -72,6 +72,11 @@ class Table:
     paper_source: str = ""
     runs: pd.DataFrame = field(default_factory=pd.DataFrame, repr=False, compare=False)
 
+    @functools.cached_property
+    def records(self) -> Sequence[Run]:
+        """The runs, one by one."""
+        return self.runs.to_dict("records")
+
     @property
     def compared(self) -> tuple[str, list[str]]:
         """Whether ``best`` compares the cells of a ``column``, or of a ``row`` where recipes stand

@@ -80,10 +80,9 @@ def seeds(counts: Collection[int]) -> tuple[int, str]:
     return number, quantity(number, "seed") + but
 
 
-def caption(table: Table, in_papers: bool = False) -> list[str]:
-    """The lines above the values."""
+def caption(table: Table, number: str, in_papers: bool = False) -> list[str]:
+    """The lines above the values, which are over a ``number`` of seeds."""
     what = ", ".join(map(notation.metric, table.metric.split(",")))
-    _, number = seeds([cell.n for cell in table.cells.values() if cell.n])
     line = f"{what}; mean +- standard deviation over {number}"
     if table.best:  # dense training is no rival
         axis, agree = table.compared
@@ -93,9 +92,7 @@ def caption(table: Table, in_papers: bool = False) -> list[str]:
     if table.paper:
         notes.append(f"(paper): {table.paper_source}")
     # a run of a CSV file or outside of git has none
-    commits = {
-        c[:7] for run in table.runs.to_dict("records") if isinstance(c := run.get("commit"), str)
-    }
+    commits = {c[:7] for run in table.records if isinstance(c := run.get("commit"), str)}
     if len(commits) > 1:
         notes.append(f"made by {len(commits)} versions of the code")
     return [text for text in (title(table, in_papers), line, "; ".join(notes)) if text]
@@ -104,15 +101,14 @@ def caption(table: Table, in_papers: bool = False) -> list[str]:
 # --- differences ----------------------------------------------------------------------------------
 
 
-def comparison(table: Table) -> list[str]:
-    """The lines above the differences."""
+def comparison(table: Table, number: str) -> list[str]:
+    """The lines above the differences, which are over a ``number`` of seeds."""
     several = " (accuracies in percentage points)" if "accuracy" in table.metric else ""
     name = unit(table.metric, difference=True)
     units = several if table.several_metrics else f" in {name}" if name else ""
     with_p = any(gap.p is not None for gap in table.differences.values())
     shown = "its 95 % interval and p-value" if with_p else "its 95 % interval"
     whom = ", ".join(words(table.row_keys, row) for row in table.baseline)
-    _, number = seeds([gap.n for gap in table.differences.values()])
     first = f"Difference to {whom}{units}, seed by seed, with {shown}, over {number}"
     return [first, tests(table)]
 
@@ -209,7 +205,7 @@ def _chosen(table: Table) -> list[str]:
         epochs = dict(sorted(_by_rows(table, _candidates).items()))
         if len(epochs) > 1:
             notes.append(f"the best weights are of epochs with N:M weights: {_each(epochs)}")
-    if tuned.keys() != {"none"}:
+    if tuned.keys() - {"none"}:
         how = _each(tuned) if len(tuned) > 1 else next(iter(tuned))
         notes.append(f"each cell tuned before by {how}")
     return notes
@@ -233,7 +229,7 @@ def _by_rows(table: Table, fact: Callable[[Run], str]) -> dict[str, dict[str, No
     """The rows, in order, by what is so of their runs."""
     keys = tuple(key for key in table.row_keys if key != "metric")
     rows: dict[str, dict[str, None]] = {}
-    for run in table.runs.to_dict("records"):
+    for run in table.records:
         if said := fact(run):
             rows.setdefault(said, {})[words(keys, tuple(label(run[key]) for key in keys))] = None
     return rows
@@ -264,7 +260,7 @@ def _failed(table: Table) -> list[str]:
 def _switched(table: Table) -> list[str]:
     """In how many runs STEP's rule decided the switch, and in how many ``t_max`` did."""
     counts = Counter[str]()
-    for run in table.runs.to_dict("records"):
+    for run in table.records:
         if run["status"] != "finished":
             continue
         if (by := run.get("switched_by")) in ("rule", "t_max"):

@@ -97,12 +97,12 @@ def table(argv: Sequence[str]) -> int:
 def _each_run(options: Namespace, style: str) -> str:
     """A line for each run, with all settings: a table of several files has to know in what their
     runs differ."""
-    from nmrun.lab.compare.runs import filtered, read_runs, to_csv, to_json, verify
+    from nmrun.lab.compare.runs import as_lines, as_text, filtered, read_runs, to_csv, verify
 
     selection = filtered(read_runs(_paths(options), options.verify), options.filter)
     if options.verify:
         verify(selection)
-    return to_csv(selection) if style == "csv" else to_json(selection)
+    return to_csv(selection) if style == "csv" else as_text(as_lines(selection), style)
 
 
 def _experiments(options: Namespace, style: str) -> None:

@@ -48,13 +48,13 @@ class Curve:
 
 
 class History:
-    """The files of the finished runs of each cell, each read once. Runs in W&B have none."""
+    """The files of the finished runs of each cell, each read once. Runs of a CSV file have none."""
 
     def __init__(self, table: Table, folders: RunFolders | None = None) -> None:
         self.table, self.folders = table, RunFolders() if folders is None else folders
         self.cells: dict[tuple[Key, Key], list[Run]] = {}
         self._rows: dict[str, list[dict[str, Any]]] = {}
-        for run in table.runs.to_dict("records"):
+        for run in table.records:
             row, column = (
                 tuple(label(run[key]) for key in keys)
                 for keys in (table.row_keys, table.column_keys)

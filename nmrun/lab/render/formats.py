@@ -108,8 +108,8 @@ def grids(table: Table) -> list[Grid]:
             for row in table.rows
             if row not in table.baseline
         ]
-        n, _ = captions.seeds([gap.n for gap in table.differences.values()])
-        caption = captions.comparison(table)
+        n, number = captions.seeds([gap.n for gap in table.differences.values()])
+        caption = captions.comparison(table, number)
         shown.append(Grid(caption, len(table.row_keys), head, compared, usual=str(n)))
     return shown
 
@@ -144,8 +144,8 @@ def values(table: Table, in_papers: bool = False) -> Grid:
             every.append(published(name))
     every += map(published, missing)
     references = len(table.references)
-    n, _ = captions.seeds([cell.n for cell in table.cells.values() if cell.n])
-    caption = captions.caption(table, in_papers)
+    n, number = captions.seeds([cell.n for cell in table.cells.values() if cell.n])
+    caption = captions.caption(table, number, in_papers)
     head += ROW_COLUMNS
     return Grid(caption, len(table.row_keys), head, every, references, str(n))
 
@@ -372,7 +372,7 @@ def provenance(command: str, tables: Sequence[Table]) -> str:
         f"{run.get('id')} {metric} {run.get(metric)!r}"
         for table in tables
         for metric in table.metric.split(",")
-        for run in table.runs.to_dict("records")
+        for run in table.records
     ]
     checksum = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:DIGITS]
     count = quantity(sum(len(table.runs) for table in tables), "run")

@@ -109,10 +109,10 @@ def _runs(
     """Every run with its settings, metric, folder and command."""
     rows = []
     for table in tables:
-        for run in table.runs.to_dict("records"):
+        for run in table.records:
             folder, seconds = os.path.relpath(run["folder"], target.parent), run["seconds"]
             value = run.get(table.metric, math.nan)
-            known = not pd.isna(value) and math.isfinite(value)
+            known: bool = not pd.isna(value) and math.isfinite(value)
             rows.append(
                 {
                     "labels": [short(label(run[key])) for key in keys],

@@ -200,8 +200,9 @@ IN_THE_DARK = (
 
 def save(figure: Figure, out: Path) -> None:
     """The format follows the suffix of ``out``. SVG can be read on light and on dark pages."""
-    drawn = _drawn(figure, out.suffix[1:], out.stem)
-    atomic.write(out, for_dark_pages(drawn) if out.suffix == ".svg" else drawn, shared=True)
+    kind = out.suffix[1:].lower()
+    drawn = _drawn(figure, kind, out.stem)
+    atomic.write(out, for_dark_pages(drawn) if kind == "svg" else drawn, shared=True)
 
 
 def _drawn(figure: Figure, kind: str, name: str) -> bytes:
