@@ -84,8 +84,7 @@ def _of_folder(folder: Path) -> tuple[str, list[str]]:
         program, *words = shlex.split(command)
         if program == "nmrun":
             return place, words
-    why = f"cannot be given here: {command}" if command else "is not known"
-    raise ConfigError(f"{folder}: its command {why}")
+    raise ConfigError(f"{folder}: its command cannot be given here: {command}")
 
 
 def _of_line(name: str, changed: Collection[str]) -> list[str]:
