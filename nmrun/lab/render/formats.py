@@ -88,7 +88,8 @@ Line = tuple[list[str], list[Figure]]
 @dataclass(frozen=True)
 class Grid:
     """A table to be read: its caption, ``keys`` columns of labels, then cells. The first
-    ``references`` lines are dense training. The caption tells the ``usual`` number of seeds."""
+    ``references`` lines are dense training, 0 where dense lines stand elsewhere too. The caption
+    tells the ``usual`` number of seeds."""
 
     caption: list[str]
     keys: int
@@ -143,7 +144,9 @@ def values(table: Table, in_papers: bool = False) -> Grid:
             del missing[name]
             every.append(published(name))
     every += map(published, missing)
-    references = len(table.references)
+    first = table.rows[: len(table.references)]
+    papers = sum(" ".join(row) in table.paper for row in first)
+    references = len(first) + papers if {*first} == table.references else 0
     n, number = captions.seeds([cell.n for cell in table.cells.values() if cell.n])
     caption = captions.caption(table, number, in_papers)
     head += ROW_COLUMNS

@@ -68,6 +68,15 @@ def test_cells_names_caption_and_label(write, table):
     assert "% needs \\usepackage{booktabs}" in text.splitlines()
 
 
+def test_no_rule_below_dense_rows_that_do_not_come_first(write, table):
+    for rate in (0.1, 0.2):
+        write("dense", "dense", 0, 0.9, optimizer__lr=rate)
+        write("ste", "2:4", 0, 0.8, optimizer__lr=rate)
+    text = table(*LATEX, "--rows", "optimizer.lr,recipe")[1]
+    assert [row[1] for row in body(text)] == ["Recipe", "dense", "STE", "dense", "STE"]
+    assert text.count(r"\midrule") == 1, "below the head"
+
+
 def test_names_with_empty_lines_stay_on_one(write, table):
     write("ste", "1:8", 0, 0.7, dataset={"name": "dig\n\nits"}, optimizer__lr="a\n\nb")
     text = table(*LATEX, "--rows", "recipe,optimizer.lr")[1]
