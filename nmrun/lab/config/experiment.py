@@ -233,7 +233,7 @@ def rows(words: Sequence[str]) -> list[list[str]]:
     values.
     """
     others = [word for word in words if command_line.key(word) != "zip"]
-    zips = [word for word in words if word not in others]
+    zips = [word for word in words if command_line.key(word) == "zip"]
     if not zips:
         return [others]
     written = {command_line.key(word): word for word in others}
