@@ -51,8 +51,11 @@ def _are_sweeps(value: Any) -> bool:
 
 LINE = "a line of overrides, its quotations closed"
 REPORT = {
-    **{"rows?": TEXT, "cols?": TEXT, "figures?": [str]},
-    **{"metric?": OPTIONAL_TEXT, "baseline?": OPTIONAL_TEXT},
+    "rows?": TEXT,
+    "cols?": TEXT,
+    "metric?": OPTIONAL_TEXT,
+    "baseline?": OPTIONAL_TEXT,
+    "figures?": [str],
 }
 SHAPE = {
     "title": TEXT,
