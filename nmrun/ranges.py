@@ -360,5 +360,3 @@ WIDTHS = several(
 )
 TAGS = several("a list of texts", TEXT)
 LOGGERS = several("a list of tensorboard and mlflow", one_of("tensorboard", "mlflow"))
-INCHES = number(1, 40)
-LIMITS = Check("LOW,HIGH, such as 90,100", lambda ends: len(ends) == 2 and ends[0] < ends[1])

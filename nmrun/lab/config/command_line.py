@@ -31,8 +31,6 @@ from nmrun.recipes import installed
 
 # texts that Hydra reads without quotes; of letters it takes those of ASCII
 PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.-]*")
-
-
 LAUNCHER = "hydra/launcher"
 
 

@@ -51,8 +51,11 @@ def _are_sweeps(value: Any) -> bool:
 
 LINE = "a line of overrides, its quotations closed"
 REPORT = {
-    **{"rows?": TEXT, "cols?": TEXT, "figures?": [str]},
-    **{"metric?": OPTIONAL_TEXT, "baseline?": OPTIONAL_TEXT},
+    "rows?": TEXT,
+    "cols?": TEXT,
+    "metric?": OPTIONAL_TEXT,
+    "baseline?": OPTIONAL_TEXT,
+    "figures?": [str],
 }
 SHAPE = {
     "title": TEXT,
@@ -233,7 +236,7 @@ def rows(words: Sequence[str]) -> list[list[str]]:
     values.
     """
     others = [word for word in words if command_line.key(word) != "zip"]
-    zips = [word for word in words if word not in others]
+    zips = [word for word in words if command_line.key(word) == "zip"]
     if not zips:
         return [others]
     written = {command_line.key(word): word for word in others}

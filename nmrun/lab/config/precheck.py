@@ -54,6 +54,9 @@ REFUSED = {
     "hydra.sweep.dir": "runs go to output_dir=...; leave it out",
     "hydra.mode": "nmrun -m is what makes a sweep; leave it out",
 }
+OF_SWEEPS = ("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
+# of the others those by which a file has Hydra do something around each job that it launches
+AROUND = ("job.env_set", "callbacks")
 
 
 @dataclass(frozen=True)
@@ -209,9 +212,16 @@ class _Sweep:
         self.launcher = named[-1] if named else "basic"
         self.known, missing = LAUNCHERS.get(self.launcher, OTHER), _refused(overrides)
         missing += _not_here(self.launcher, loader)
-        if multirun and hydras and not missing and not unreadable:
-            overrides = [*self._of_files(overrides), *overrides]
-            missing += _not_here(self.launcher, loader)
+        said = _said(overrides) if hydras and not missing and not unreadable else None
+        if said is not None:
+            settings, swept = said
+            if multirun:  # files may choose the launcher too, and add to what is swept
+                self.launcher = str(settings.runtime.choices[LAUNCHER])
+                self.known = launcher_of(settings.launcher._target_)
+                overrides = [*swept, *overrides]
+                missing += _not_here(self.launcher, loader)
+            if self.launcher == "basic":
+                missing += _unheard(overrides, settings)
         if self.launcher != "basic" and not multirun and not missing:
             missing.append(f"launcher={self.launcher}: launchers are for sweeps; add -m")
         for override in overrides:
@@ -220,12 +230,11 @@ class _Sweep:
                 how = suggestions.INSTEAD["--jobs"]
                 missing.append(f"{override.input_line}: no such key; {how}")
         self.problems += missing
-        for_hydra = [o for o in overrides if o.key_or_group.startswith("hydra")]
+        for_hydra = [o for o in overrides if command_line.is_hydras(o.key_or_group)]
         self.for_hydra = [override.input_line or "" for override in for_hydra]
         search_path = [word for word in self.for_hydra if word.startswith("hydra.searchpath")]
         if missing:  # then what is said to it is left out
-            left_out = (LAUNCHER, "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
-            self.for_hydra = [w for w in self.for_hydra if not w.startswith(left_out)]
+            self.for_hydra = [w for w in self.for_hydra if not w.startswith(OF_SWEEPS)]
         # the last word for a key counts
         written = {o.key_or_group: o for o in overrides if o not in for_hydra}
         groups = loader.get_group_options("", ObjectType.GROUP, overrides=search_path)
@@ -238,20 +247,6 @@ class _Sweep:
             self._read(key, override, options)
         if not multirun and (line := _not_sparse(self.overrides)):
             self.problems.append(line)
-
-    def _of_files(self, overrides: Sequence[Override]) -> list[Override]:
-        """What files of the user's add to a sweep; they may choose its launcher too. Nothing where
-        they cannot be composed, which the jobs then tell."""
-        fixed = [o.input_line or "" for o in overrides if not o.is_sweep_override()]
-        try:
-            settings = compose("nmrun", fixed, return_hydra_config=True).hydra
-            params = settings.sweeper.params or {}
-            swept = [command_line.parse(f"{key}={values}") for key, values in params.items()]
-        except (HydraException, OmegaConfBaseException):
-            return []
-        self.launcher = str(settings.runtime.choices[LAUNCHER])
-        self.known = launcher_of(settings.launcher._target_)
-        return swept
 
     def _read(self, key: str, override: Override, options: list[str] | None) -> None:
         """Keep an override with those of its values that may be right."""
@@ -390,6 +385,27 @@ def _refused(overrides: Sequence[Override]) -> list[str]:
         elif key in HYDRAS and not HYDRAS[key].holds(override.value()):
             problems.append(f"{line}: it takes {HYDRAS[key].allowed}")
     return problems
+
+
+def _said(overrides: Sequence[Override]) -> tuple[DictConfig, list[Override]] | None:
+    """Hydra's own settings, by words and by files of the user's; and what files add to a sweep. None
+    where they cannot be composed, which the jobs then tell."""
+    fixed = [o.input_line or "" for o in overrides if not o.is_sweep_override()]
+    try:
+        settings = compose("nmrun", fixed, return_hydra_config=True).hydra
+        params = settings.sweeper.params or {}
+        return settings, [command_line.parse(f"{key}={values}") for key, values in params.items()]
+    except (HydraException, OmegaConfBaseException, RecursionError, ValueError):
+        return None
+
+
+def _unheard(overrides: Sequence[Override], settings: DictConfig) -> list[str]:
+    """A line for each word to Hydra, or key of a file, that only jobs of its launchers hear."""
+    hydras = [o for o in overrides if command_line.is_hydras(o.key_or_group)]
+    words = [o.input_line for o in hydras if not o.key_or_group.startswith(OF_SWEEPS)]
+    keys = [f"hydra.{key} in a file of yours" for key in AROUND if OmegaConf.select(settings, key)]
+    how = "Hydra hears it where a launcher of its own runs a sweep's jobs"
+    return [f"{word}: {how}" for word in words or keys]
 
 
 def _not_here(launcher: str, loader: ConfigLoader) -> list[str]:

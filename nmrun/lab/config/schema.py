@@ -263,26 +263,18 @@ def _blocks(config: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _heads(config: Mapping[str, Any]) -> Iterator[str]:
-    width, heads = config["model.width"], config["model.heads"]
-    if width % heads:
-        yield (
-            f"model.width={width} cannot be split into model.heads={heads} heads of the same size"
-        )
+def _equal_parts(config: Mapping[str, Any]) -> Iterator[str]:
+    for size, parts, what in (
+        ("model.width", "model.heads", "heads of the same size"),
+        ("trainer.batch_size", "trainer.accumulate", "equal micro-batches"),
+    ):
+        if config.get(size, 0) % config.get(parts, 1):
+            yield f"{size}={config[size]} cannot be split into {parts}={config[parts]} {what}"
 
 
 def _nesterov(config: Mapping[str, Any]) -> Iterator[str]:
     if config["optimizer.nesterov"] and not config["optimizer.momentum"]:
         yield "optimizer.nesterov=true needs optimizer.momentum above 0"
-
-
-def _micro_batches(config: Mapping[str, Any]) -> Iterator[str]:
-    size, parts = config["trainer.batch_size"], config["trainer.accumulate"]
-    if size % parts:
-        yield (
-            f"trainer.batch_size={size} cannot be split into trainer.accumulate={parts} equal "
-            "micro-batches"
-        )
 
 
 def _length(config: Mapping[str, Any]) -> Iterator[str]:
@@ -352,7 +344,7 @@ def _writable(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 RULES = (
-    *(_of_step, _phases, _blocks, _heads, _nesterov, _micro_batches, _length, _patience),
+    *(_of_step, _phases, _blocks, _equal_parts, _nesterov, _length, _patience),
     *(_parts_of_data, _acceleration, _activations, _writable),
 )
 

@@ -300,16 +300,15 @@ def keys(group: str, name: str = "") -> Mapping[str, Field]:
 
 def node(group: str, name: str) -> dict[str, Any] | None:
     """The config of an option, ``{name: sgd, lr: 0.05, ...}``, of ``sparsity`` of any ratio; None
-    where there is no such option."""
-    any_ratio = group == RATIO and ":" in name
-    if group in UNNAMED and not any_ratio and name not in names(group):
+    where there is no such option. Raises PatternError for a ratio that is none."""
+    if group == RATIO and ":" in name:
+        return defaults(keys(group)) | ratio(Pattern.parse(name))
+    if group in UNNAMED and name not in names(group):
         return None
     try:
         values = defaults(keys(group, name))
     except KeyError:
         return None
-    if any_ratio or (group == RATIO and name != "dense"):
-        return values | ratio(Pattern.parse(name))
     if not group or group in UNNAMED:
         return values
     target = recipes.installed().get(name) if group == "recipe" else None

@@ -26,7 +26,7 @@ from nmrun.lab.compare.notation import Key
 from nmrun.lab.compare.tables import Table
 from nmrun.lab.output import quantity
 from nmrun.lab.render import captions
-from nmrun.ranges import INCHES, LIMITS, check_values
+from nmrun.ranges import Check, check_values, number
 
 INK = "#1a1a1a"  # of paper.mplstyle
 GREY = "#777777"
@@ -41,6 +41,8 @@ ACROSS = 3  # panels in a row, and one more where they would be four rows
 NARROW = 4.6  # inches; a legend beside takes too much of less
 LOWEST = 2.1  # inches; of a panel with its labels
 AXES = 1.7  # inches at least between the axes, whatever title, legend and labels take
+INCHES = number(1, 40)  # that a picture may be wide
+LIMITS = Check("LOW,HIGH, such as 90,100", lambda ends: len(ends) == 2 and ends[0] < ends[1])
 LETTERS, LINE = 14, 0.16  # letters on an inch, and inches of a line, in the style's fonts
 
 

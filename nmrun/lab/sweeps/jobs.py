@@ -91,11 +91,6 @@ def checked(overrides: list[str], multirun: bool, config_dir: str | None = None)
         for words in experiment.expand(overrides, multirun, config_dir)
     ]
     asked = precheck.read(sweeps, multirun, config_dir)
-    for word in filter(command_line.is_hydras, overrides if asked.launcher == "basic" else ()):
-        if not word.startswith(("hydra/launcher", "hydra.sweeper")):
-            raise ConfigError(
-                f"{word}: Hydra hears it where a launcher of its own runs a sweep's jobs"
-            )
     if asked.detach and not (multirun and asked.queues):
         raise ConfigError("detach=true: add -m and launcher=slurm, whose jobs outlive the command")
     tell([] if multirun else command_line.without_effect(overrides))

@@ -180,6 +180,18 @@ def test_what_a_file_says_to_hydra_is_noticed(name, text, expected, tmp_path):
     assert not precheck.by_hydra([["seed=1"]], None)
 
 
+def test_a_sweep_beside_files_for_hydra_tells_a_file_of_defaults_that_are_no_list(tmp_path):
+    for folder, text in (
+        ("debug", "# @package hydra.job\nname: a\n"),
+        ("optimizer", "defaults: 3"),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.yaml").write_text(text)
+    for words, multirun in ((["seed=0"], False), (["seed=0,1"], True)):
+        (line,) = mistakes(["optimizer=mine", *words], multirun, str(tmp_path))
+        assert "optimizer/mine" in line
+
+
 def test_numbers_may_come_from_the_environment(tmp_path, monkeypatch):
     """Read as on the command line; a text stays one where the key takes texts."""
     for key, value in {"SEED": "7", "RATE": "3e-3", "NOTE": "12"}.items():

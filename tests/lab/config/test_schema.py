@@ -252,15 +252,8 @@ def test_a_ratio_given_as_numbers(n, m):
 
 
 def test_all_problems_at_once():
-    plain = changed("", seed=-1, sede=1)
-    for key, value in {
-        "optimizer.lr": "abc",
-        "optimizer.lrr": 1,
-        "model.name": "smal_conv",
-    }.items():
-        group, _, leaf = key.partition(".")
-        plain[group][leaf] = value
-    plain["sparsity"]["m"] = 1
+    wrong = {"optimizer.lr": "abc", "optimizer.lrr": 1, "model.name": "smal_conv", "sparsity.m": 1}
+    plain = changed("", seed=-1, sede=1, **wrong)
     del plain["trainer"]["epochs"], plain["schedule"], plain["dry"]
     expected = [
         "sede: no such key; did you mean seed?",

@@ -439,6 +439,28 @@ def test_a_word_for_hydra_that_nobody_hears_is_refused():
         jobs.checked(["hydra.verbose=true", "seed=0,1"], multirun=True)
 
 
+@pytest.mark.parametrize(("key", "said"), [
+    ("hydra.job.env_set", "job: {env_set: {A: b}}"),
+    ("hydra.callbacks", "callbacks: {x: {_target_: a.B}}"),
+])  # fmt: skip
+def test_what_a_file_says_to_hydra_and_nobody_hears_is_refused(key, said, tmp_path):
+    (tmp_path / "debug").mkdir()
+    (tmp_path / "debug" / "mine.yaml").write_text(f"# @package _global_\nhydra: {{{said}}}\n")
+    for words, multirun in ((["seed=0"], False), (["seed=0,1"], True)):
+        assert mistakes(words, multirun, str(tmp_path)) == []
+        (line,) = mistakes([*words, "debug=mine"], multirun, str(tmp_path))
+        assert line.startswith(f"{key} in a file of yours: Hydra hears it where")
+
+
+@needs("launchers", "hydra_plugins.hydra_joblib_launcher")
+def test_what_a_file_says_to_hydra_is_heard_with_a_launcher(tmp_path):
+    (tmp_path / "debug").mkdir()
+    said = "# @package _global_\nhydra: {job: {env_set: {A: b}}}\n"
+    (tmp_path / "debug" / "mine.yaml").write_text(said)
+    words = ["launcher=joblib", "debug=mine", "seed=0,1"]
+    assert len(jobs.checked(words, multirun=True, config_dir=str(tmp_path)).jobs) == 2
+
+
 def test_the_jobs_are_those_that_were_checked(launches, tmp_path):
     (jobs,) = launches("recipe=ste", "sparsity=2:4,1:4", "seed=0,1", "zip=sparsity,seed")
     (record,) = (tmp_path / "out" / ".sweeps").glob("*/sweep.json")
