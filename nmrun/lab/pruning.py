@@ -123,11 +123,13 @@ def read_config(
             problems.append(f"{line}: several values make a sweep, and this is one run")
         elif key == "samples" or group == "method":
             settings[key] = override.value()
-        elif group in ("recipe", "track", "dry") and line != "track=local":
+        elif line == "track=local":  # as it is anyway
+            continue
+        elif group in ("recipe", "track", "dry"):
             problems.append(
                 f"{line}: nmrun prune has method= in the place of a recipe, tracks nothing, and has no plan"
             )
-        elif group != "track":  # nothing is tracked anyway
+        else:
             rest.append(override)
     raise_all(problems)
     samples, method = settings.pop("samples", SAMPLES), str(settings.pop("method", DEFAULT))

@@ -136,6 +136,7 @@ def test_with_nothing_to_prune_it_is_the_stock_training(data, tmp_path):
         ("--nm-recipe ste --fp16 --optimizer sgd", "--fp16, --bf16 and --store-ema"),
         ("--nm-recipe ste --store-ema --optimizer sgd", "--fp16, --bf16 and --store-ema"),
         ("--nm-recipe ste --nm-options decay --optimizer sgd", "--nm-options 'decay': it takes"),
+        ("--nm-recipe ste --nm-options a=1)or(2 --optimizer sgd", "--nm-options 'a=1)or(2': it takes"),
         ("--nm-recipe ste --nm-options x=1 --optimizer sgd", "ste: x: no such hyperparameter"),
     ],
 )  # fmt: skip

@@ -222,11 +222,12 @@ def _of_texts(
 
     with files_of_the_command(), refused(f"{file}: not a text in UTF-8: ", UnicodeDecodeError):
         lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    for place, line in enumerate(lines, 1):
-        text = tuple(line.split("\t"))
+    texts = [tuple(line.split("\t")) for line in lines]
+    for place, text in enumerate(texts, 1):
         if len(text) != task.texts:
             takes = "a pair with one tab between" if task.texts == 2 else "one text without a tab"
             raise ConfigError(f"{file}, line {place}: it takes {takes}")
+    for line, text in zip(lines, texts, strict=True):
         with torch.no_grad():
             yield line, task.scores(model, task.batch_of(text))[0]
 

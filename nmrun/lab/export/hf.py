@@ -49,7 +49,7 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
     network, names = makers.get(name, _gpt2)(run, config)
     notes, state = _tokenizer(run, folder), network.state_dict()
     if name in ("hf_gpt2", "hf_causal"):  # such as the tokens that end a text, if it says them
-        with contextlib.suppress(OSError), quiet():
+        with contextlib.suppress(OSError, ValueError), quiet():  # none, or one that cannot be
             pretrained = str(Path(options["pretrained"]).expanduser())
             generation = transformers.GenerationConfig.from_pretrained(pretrained)
             network.generation_config = generation

@@ -129,8 +129,9 @@ def _failure(error: Exception | SystemExit, loop: Loop | None = None) -> dict[st
     line = first_line(error)
     message = line if isinstance(error, RunError) else f"{type(error).__name__}: {line}"
     of_machine = isinstance(error, (OSError, MemoryError, SafetensorError))
-    # a MemoryError of Python's before training comes from the data or network, not the batch size
-    of_others = loop is None and isinstance(error, MemoryError)
+    # before training a MemoryError of Python's comes from the data, and a RunError from the network:
+    # not from the batch size
+    of_others = loop is None and isinstance(error, (MemoryError, RunError))
     if checkpoint.out_of_memory(error) and not of_others:
         where = "before training" if loop is None else f"step {loop.steps.step + 1}"
         message = f"{where}: out of memory ({line}). Try a larger trainer.accumulate"

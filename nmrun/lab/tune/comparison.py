@@ -26,7 +26,7 @@ from nmrun.lab.compare.notation import label
 from nmrun.lab.compare.runs import row, to_csv
 from nmrun.lab.config import command_line
 from nmrun.lab.config.composition import Cache, config_of
-from nmrun.lab.config.identity import is_in_id, run_folder
+from nmrun.lab.config.identity import identity, is_in_id, run_folder
 from nmrun.lab.keys.config import Config, flatten
 from nmrun.lab.output import span
 from nmrun.lab.render import formats
@@ -54,13 +54,15 @@ def check(cell: TuningCell) -> None:
     cell.folder.mkdir(parents=True, exist_ok=True)
     file = cell.folder / DEFINITION
     if not file.exists():
-        written = json.dumps({"space": space, "settings": ours}, indent=1)
-        atomic.write(file, written + "\n", shared=True)
+        written = {"space": space, "settings": ours, "identity": identity(cell.config)}
+        atomic.write(file, json.dumps(written, indent=1) + "\n", shared=True)
         return
     with refused(f"{file} is not whole: ", ValueError, KeyError, TypeError):
         before = documents.read_json(file)
         then, now = {**before["settings"], **before["space"]}, {**ours, **space}
-    for key in sorted({*now, *before["space"]}):
+        # a later version may have more keys, or other defaults: these change no id
+        same = before["space"] == space and before.get("identity") == identity(cell.config)
+    for key in () if same else sorted({*now, *before["space"]}):
         if then.get(key) != now.get(key):
             raise ConfigError(
                 f"{cell.folder.parent.name}: {cell.name} was tuned with {key}={then.get(key)}, and now "

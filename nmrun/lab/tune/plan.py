@@ -198,6 +198,8 @@ def read_space(words: Sequence[str]) -> Space:
     overrides, problems = command_line.parsed(words)
     spaces = {override.key_or_group: _search(override) for override in overrides}
     problems += [f"--over {o.input_line}: {TAKES}" for o in overrides if _search(o) is None]
+    keys = [override.key_or_group for override in overrides]
+    problems += [f"--over {key} is there twice" for key in spaces if keys.count(key) > 1]
     raise_all(problems)
     return {key: search for key, search in spaces.items() if search is not None}
 

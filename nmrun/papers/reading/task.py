@@ -13,7 +13,7 @@ import string
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,7 +161,7 @@ class Reading(InMemory):
         return [order[i : i + EVALUATED_AT_ONCE] for i in range(0, len(order), EVALUATED_AT_ONCE)]
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        return np.random.default_rng((self.seed, epoch)).permutation(len(self.windows["train"]))
+        return _epoch_order(self.seed, epoch, len(self.windows["train"]))
 
     def _batch(self, split: str, rows: Sequence[int]) -> Batch:
         text_windows = [self.windows[split][row] for row in rows]
@@ -180,6 +180,11 @@ class Reading(InMemory):
         filled = nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=filling)
         lengths = torch.tensor([len(column) for column in columns])
         return filled, torch.arange(filled.shape[1]) < lengths[:, None]
+
+
+@lru_cache(4)
+def _epoch_order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
+    return np.random.default_rng((seed, epoch)).permutation(count)
 
 
 def best_spans(logits: Tensor, of_text: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -163,6 +163,8 @@ def test_predict_says_what_an_evaluation_computes_of_texts(tmp_path, capsys):
         number, share = said.split()
         assert int(number) == int(shares.argmax())
         assert float(share) == pytest.approx(float(shares.max()), abs=6e-4)
-    (tmp_path / "texts.txt").write_text("one\ttwo\n")
+    (tmp_path / "texts.txt").write_text("one\none\ttwo\n")
     assert verb("predict", str(run), str(tmp_path / "texts.txt")) == 2
-    assert "line 1: it takes one text without a tab" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "line 2: it takes one text without a tab" in said.err
+    assert not said.out

@@ -95,6 +95,8 @@ def test_metrics_that_are_undefined_are_zero():
         "pearson": 0.0,
         "spearman": 0.0,
     }
+    one = torch.ones(1)
+    assert scores(("pearson", "spearman"), one, one) == {"pearson": 0.0, "spearman": 0.0}
 
 
 # --- tokens and batches ---------------------------------------------------------------------------

@@ -167,6 +167,14 @@ def test_without_memory_a_run_fails_and_says_what_to_try(small_memory, tmp_path,
     )
 
 
+def test_a_network_that_memory_does_not_hold_is_told_without_what_is_no_help(tmp_path):
+    cfg = config(tmp_path, "model=mlp", "model.hidden=[1000000000000,10]")
+    error = runner.run(cfg, run_folder(cfg))["error"]
+    assert error.startswith("model=mlp: ")
+    assert "can't allocate memory" in error
+    assert "trainer.accumulate" not in error
+
+
 @pytest.mark.slow
 def test_memory_that_runs_out_before_training(tmp_path, monkeypatch, capsys):
     """The pass that looks at the sizes of layers takes micro-batches as long as those of training;

@@ -350,6 +350,14 @@ def test_other_trials_under_the_same_name_are_refused(words, message, dense):
     assert before == {file: file.read_bytes() for file in PLACE.rglob("*.json*")}
 
 
+def test_a_key_of_a_later_version_changes_no_cell(dense):
+    file = PLACE / "dense" / "study.json"
+    record = json.loads(file.read_text())
+    assert record["settings"].pop("trainer.input_gradient") == "exact"
+    file.write_text(json.dumps(record))
+    assert tune("recipe=dense") == 0
+
+
 def test_more_trials_go_on_from_those_that_are_there(dense):
     three = trials()["dense"]
     assert main(["try", "--trials", "5", *SWEEP, "recipe=dense"]) == 0

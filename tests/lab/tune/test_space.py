@@ -83,6 +83,11 @@ def test_a_range_that_is_none_gets_a_line(word, message):
         plan.read_space([word])
 
 
+def test_two_ranges_for_one_key_get_a_line():
+    with pytest.raises(ConfigError, match=r"^--over optimizer.lr is there twice$"):
+        plan.read_space(["optimizer.lr=0.1,0.2", "optimizer.lr=0.3,0.4"])
+
+
 @pytest.mark.parametrize(
     ("over", "message"),
     [

@@ -65,8 +65,8 @@ def keywords(text: str) -> dict[str, Any]:
     ConfigError for anything else."""
     takes = "it takes arguments as of a call, such as \"decay=0.1, exclude='decoder.*'\""
     with refused(f"--nm-options {text!r}: {takes}: ", SyntaxError, ValueError):
-        call: Any = ast.parse(f"dict({text})", mode="eval").body
-        if call.args:
+        call = ast.parse(f"dict({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
             raise ValueError("an argument without a name")
         return {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
 

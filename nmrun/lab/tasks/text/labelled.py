@@ -208,8 +208,8 @@ def _read_own(path: Path, options: LabelledText) -> Rows:
         if path.suffix not in FORMATS:
             raise ValueError(f"it takes {', '.join(FORMATS)}")
         form, how = FORMATS[path.suffix]
-        said = f"dataset=labelled_text: {path}"
-        table = hugging_face.rows(said, form, data_files=str(path), split="train", **how)
+        files = {"data_files": str(path), "split": "train", **how}
+        table = hugging_face.rows("dataset=labelled_text", form, **files)
         # pandas takes the first column for the rows' names where each row has one more than the header
         if "__index_level_0__" in table.column_names:
             raise ValueError(
