@@ -307,7 +307,7 @@ def _runner() -> Any:
     """The module that trains, with torch. What is imported now stays until the process ends, so the
     garbage collector need not search it, which would take half a second in all. In a process that
     has torch already, the collector is left alone."""
-    is_first = "torch" not in sys.modules
+    is_first = "torch" not in sys.modules and gc.isenabled()
     if is_first:
         gc.disable()
     try:
