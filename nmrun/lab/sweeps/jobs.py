@@ -76,7 +76,9 @@ def main(argv: list[str]) -> int:
         except KeyboardInterrupt:
             status = 128 + signal.SIGINT
         except SystemExit as stop:
-            status = int(stop.code or 0)
+            if not isinstance(stop.code, int):  # the user's code, with its last words
+                raise
+            status = stop.code
         if not leads():
             return status
         lines, bad = sweep.summary(folder)
