@@ -240,7 +240,7 @@ def _lines(path: Path, most: int | None, keys: Sequence[str]) -> list[str]:
     counts = ", ".join(f"{count[state]} {state}" for state in STATES if count[state])
     lines.append(f"runs in {path}: {counts or 'none yet'}")
     head = sorted(states, key=_rank)[:most]
-    lines += _tables(head, keys)
+    lines += _tables(head, keys) if head else []
     if more := len(states) - len(head):
         lines.append(f"and {more} more: nmrun status --all {shlex.quote(str(path))}")
     for run in head:

@@ -92,9 +92,9 @@ def walk(
     whole = os.path.realpath(path)
     for place, below, names in os.walk(path, onerror=say):
         yield place, below, names
-        for link in (os.path.join(place, name) for name in below):
+        for link in filter(os.path.islink, [os.path.join(place, name) for name in below]):
             target = os.path.realpath(link)
-            if os.path.islink(link) and not Path(target).is_relative_to(whole):
+            if not Path(target).is_relative_to(whole):
                 left_out(f"{link}: it is a link; name {target}")
 
 

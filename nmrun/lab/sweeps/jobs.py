@@ -76,7 +76,9 @@ def main(argv: list[str]) -> int:
         except KeyboardInterrupt:
             status = 128 + signal.SIGINT
         except SystemExit as stop:
-            status = int(stop.code or 0)
+            if not isinstance(stop.code, int):  # the user's code, with its last words
+                raise
+            status = stop.code
         if not leads():
             return status
         lines, bad = sweep.summary(folder)
@@ -302,7 +304,7 @@ def _runner() -> Any:
     """The module that trains, with torch. What is imported now stays until the process ends, so the
     garbage collector need not search it, which would take half a second in all. In a process that
     has torch already, the collector is left alone."""
-    is_first = "torch" not in sys.modules
+    is_first = "torch" not in sys.modules and gc.isenabled()
     if is_first:
         gc.disable()
     try:

@@ -237,7 +237,9 @@ def _activations(config: Config, model: nn.Module, total_steps: int) -> SparseAc
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast(device.type, DTYPES.get(precision), enabled=precision in DTYPES)
+    if precision == "fp32":  # to enter torch's, switched off, costs each micro-batch some time
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, DTYPES[precision])
 
 
 def fuse(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

@@ -3,9 +3,10 @@ sparse tensor cores skip."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -127,14 +128,15 @@ class LayerFlops(NamedTuple):
         dB V. With several sparse operands the share is their product, which is the mean for
         independent zeros; hardware gains from one alone.
         """
+        if pruned is None:
+            return by_weight
+        share = hardware_density(pruned) if hardware else pruned.density
+        others = 1.0 if hardware else share
         costs = []
-        if pruned is not None:
-            share = hardware_density(pruned) if hardware else pruned.density
-            others = 1.0 if hardware else share
-            if self.feeds:
-                costs.append(Products(1.0, share, others))
-            if self.reads:
-                costs.append(Products(share, others, others))
+        if self.feeds:
+            costs.append(Products(1.0, share, others))
+        if self.reads:
+            costs.append(Products(share, others, others))
         joint = min if hardware else math.prod
         return Products(*map(joint, zip(*costs, by_weight, strict=True)))
 
@@ -222,13 +224,11 @@ def count(
     feeds them, the next reads them."""
     parameters = list(model.parameters())
     small = sum(p.numel() for p in parameters) < COMPUTED and all(p.is_cpu for p in parameters)
-    # on a CPU an LSTM is one operator of oneDNN's, without a formula
-    computed = small and not any(isinstance(module, nn.LSTM) for module in model.modules())
     pruned = activations.modules if activations is not None and activations.pattern else ()
     try:
-        counted = _counted(model, task, pruned, "cpu" if computed else "meta")
+        counted = _counted(model, task, pruned, "cpu" if small else "meta")
     except RuntimeError:  # the forward pass needed a value
-        if computed:
+        if small:
             raise
         counted = _counted(model, task, pruned, "cpu")
     twin, forward, backward, items = counted
@@ -264,13 +264,27 @@ def _counted(
     forward, backward = (_Counter(twin) for _ in range(2))
     for name in pruned:
         twin.get_submodule(name).register_forward_pre_hook(lambda *_: forward.order.append(None))
-    # attention as products, which are counted alike everywhere
-    with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
+    # attention and LSTMs as products, which are counted alike everywhere
+    with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH), _lstms_in_products(twin):
         with forward:
             loss = task.loss(twin, batch)
         with backward:
             loss.backward()
     return twin, forward, backward, task.size(batch)
+
+
+@contextlib.contextmanager
+def _lstms_in_products(model: nn.Module) -> Iterator[None]:
+    """Keep torch from using oneDNN's single operator for an LSTM, which has no formula; convolutions
+    keep oneDNN, which is faster."""
+    onednn: Any = torch.backends.mkldnn  # its flags() sets others too, and warns of one
+    before = onednn.enabled
+    if any(isinstance(module, nn.LSTM) for module in model.modules()):
+        onednn.enabled = False
+    try:
+        yield
+    finally:
+        onednn.enabled = before
 
 
 def _grouped_flops(

@@ -53,10 +53,11 @@ class Tracker:
         self._loggers: dict[str, Logger] = {}  # by name; the thread's own
         self._to_say: list[str] = []  # what the thread leaves to the next log() or finish()
         track = run.config["track"]
-        names = [name for name in (track["name"], *track["also"]) if name in LOGGERS]
+        asked = (track["name"], *track["also"])
+        self._names = dict.fromkeys(name for name in asked if name in LOGGERS)
         # importing and starting a logger takes a second; training need not wait for it
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loggers")
-        for name in dict.fromkeys(names):
+        for name in self._names:
             self._thread.submit(self._begin, name, run, history)
 
     def log(self, row: dict[str, Any]) -> None:
@@ -87,8 +88,10 @@ class Tracker:
     # --- loggers ------------------------------------------------------------------------------
 
     def _tell(self, action: Callable[[Logger], Any]) -> None:
-        """Let the thread call ``action`` for each logger that has begun."""
-        self._thread.submit(self._do, action)
+        """Let the thread, which begins with its first task, call ``action`` for each logger that has
+        begun."""
+        if self._names:  # else there is no thread, at which each row would knock
+            self._thread.submit(self._do, action)
         self._speak()
 
     def _speak(self) -> None:
@@ -180,14 +183,15 @@ class WandBLogger(Logger):
         mode: Any = os.environ.get("WANDB_MODE") or track["mode"]
         if mode == "online" and not has_key:
             say("W&B: not logged in (wandb login), tracking offline")
-            mode = "offline"
+        online = mode == "online" and has_key
+        if mode != "disabled":  # of others, such as run, W&B would ask for a key
+            mode = "online" if online else "offline"
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
-        online = mode == "online"
         self._upload_later = mode == "offline" and has_key
         # An offline run cannot be taken up again: replace it by one with the whole history.
-        for old in (run.folder / "wandb").glob("*run-*") if not online else ():
+        for old in (run.folder / "wandb").glob("*run-*") if mode == "offline" else ():
             shutil.rmtree(old, ignore_errors=True)
         self._run = wandb.init(
             mode=mode,

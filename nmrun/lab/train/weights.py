@@ -146,20 +146,24 @@ class Replicated:
 
     def final_state_dict(self) -> dict[str, Tensor]:
         """Copies on the CPU of what the model would have if training ended now, sparse weights N:M."""
-        sparse = {weight.name: self._final(weight) for weight in self.handle.sparse}
-        return _copies({**self.model.state_dict(), **sparse})
+        sparse = {weight.name: weight for weight in self.handle.sparse}
+        saved = sorted(self.model.state_dict().items())
+        # one by one: a device may have no room for all of them twice
+        return {
+            name: _copy(self._final(sparse[name]) if name in sparse else t) for name, t in saved
+        }
 
     def dense_state_dict(self) -> dict[str, Tensor]:
         """Likewise of what it has, with the dense weights in the place of the sparse ones."""
         with self.handle.dense_weights():
-            return _copies(self.model.state_dict())
+            return {name: _copy(t) for name, t in sorted(self.model.state_dict().items())}
 
     def _final(self, weight: SparseWeight) -> Tensor:
         return self.handle.final_weight(weight)
 
 
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: t.detach().to("cpu", copy=True) for name, t in sorted(tensors.items())}
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 class Average:

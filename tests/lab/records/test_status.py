@@ -260,7 +260,9 @@ def test_sweeps(place, capsys, monkeypatch):
     second = sweep_of("2-second", "skipped", "finished", "failed")
     sweep_of("3-third", "finished")
     cut = "sweep 3-third, cut off: 1 of 8 jobs done (1 finished); 9 min"
-    assert output(capsys).splitlines() == [cut, "  nmrun -m 3-third", "runs in outputs: none yet"]
+    none = [cut, "  nmrun -m 3-third", "runs in outputs: none yet"]
+    assert output(capsys).splitlines() == none
+    assert output(capsys, "--columns", "optimizer.lr").splitlines() == none
     monkeypatch.chdir("outputs")
     assert output(capsys, ".").splitlines()[:2] == [cut, "  cd .. && nmrun -m 3-third"]
     monkeypatch.chdir("..")

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from runs import TINY, config, finished
+from runs import TINY, config, finished, outcome
 from training import bits
 
 from nmrun.fast.cpu.kernels import products
 from nmrun.lab.config.identity import run_folder
-from nmrun.lab.records import sweep
+from nmrun.lab.records import status, sweep
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import checkpoint, runner
 from nmrun.lab.train.steps import TrainingSteps
@@ -103,6 +103,31 @@ def test_a_disk_that_is_full_from_some_step_on(tmp_path, monkeypatch, capsys):
     state = checkpoint.load(run_folder(cfg) / "checkpoint.pt")
     assert state["loop"]["step"] == 6
     finished(cfg)
+
+
+def test_a_disk_with_no_room_for_the_next_checkpoint(tmp_path, monkeypatch):
+    """Three epochs are not lost, though the last one has made room already."""
+    alone, cfg = outcome(config(tmp_path / "alone")), config(tmp_path)
+    folder, write, saved = run_folder(cfg), Path.write_bytes, list[Path]()
+
+    def full(path, data):
+        if path.name == "checkpoint.pt.partial":
+            saved.append(path)
+            if len(saved) == 4:
+                write(path, data[: len(data) // 2])
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        result = runner.run(cfg, folder)
+    assert result["status"] == "failed"
+    assert "checkpoint.pt: No space left on device, " in result["error"]
+    assert [path.name for path in folder.glob("checkpoint*")] == ["checkpoint.previous.pt"]
+    (run,) = status.runs(folder)
+    assert run.state == "failed"
+    assert outcome(cfg) == alone
+    assert "goes on at step 9 of 12" in (folder / "run.log").read_text()
 
 
 @pytest.mark.slow

@@ -133,12 +133,20 @@ class Recurrent(nn.Module):
         return self.lstm(x)[0][:, -1]
 
 
+class Looking(Recurrent):
+    """It needs a value, which there is none of on the meta device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.isfinite().all().item() else x[:, -1]
+
+
 @pytest.mark.usefixtures("place")
-def test_an_lstm():
+@pytest.mark.parametrize("network", [Recurrent, Looking])
+def test_an_lstm(network):
     """Four gates of the input and of the state at five steps; the first state, which is zero, gets
     no gradient, and the input none."""
     product = 2 * 8 * (4 * 8)
-    cost, recipe = counted(Recurrent(), (5, 8))
+    cost, recipe = counted(network(), (5, 8))
     assert cost.forward == 2 * 5 * product
     assert cost.backward == (5 + 5 + 4) * product
     assert cost.inference() == cost.forward / 2

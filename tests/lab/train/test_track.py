@@ -250,6 +250,35 @@ def test_nothing_is_uploaded_because_somebody_is_logged_in(tmp_path, monkeypatch
     assert len(messages) == 1
 
 
+@pytest.mark.parametrize(
+    ("variable", "key", "mode"),
+    [
+        ("online", True, "online"),
+        ("online", False, "offline"),
+        ("run", False, "offline"),
+        ("shared", True, "offline"),
+        ("disabled", True, "disabled"),
+    ],
+)
+def test_the_mode_of_the_environment(variable, key, mode, tmp_path, monkeypatch):
+    """Nothing that would ask for a key, and only another offline run takes the place of one."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setenv("WANDB_MODE", variable)
+    if key:
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    init = wandb.init
+    monkeypatch.setattr(
+        wandb, "init", lambda **options: asked.update(options) or init(mode="disabled")
+    )
+    before = tmp_path / "wandb" / "offline-run-1"
+    before.mkdir(parents=True)
+    run, _ = tracker(tmp_path, WANDB)
+    run.log({"step": 1, "something": 1.0})
+    run.finish({}, 0)
+    assert asked["mode"] == mode
+    assert before.exists() == (mode != "offline")
+
+
 @pytest.mark.slow
 def test_without_its_server_a_run_has_its_rows(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
