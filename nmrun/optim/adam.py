@@ -276,9 +276,8 @@ def second_moment_change(adam: Adam, params: Iterable[Tensor], logs: bool = True
     """AutoSwitch's sample: how far the next step would move the second moment, over all
     coordinates. For step t, ``v_t = beta2 v_(t-1) + (1 - beta2) g^2`` (Kingma and Ba 2015). So
     ``dv = (1 - beta2) (g^2 - v)`` is known from the gradients, without a copy of v. Returns
-    ``sum |dv|``; ``sum log |dv|`` and the number of coordinates, both where dv is
-    not 0. With ``logs=False``, which saves most of the time, the second and third are 0. (3,),
-    float64, on the device."""
+    ``sum |dv|``; with ``logs``, which take most of the time, also ``sum log |dv|`` and the number of
+    coordinates, both where dv is not 0. (1,) or (3,), float64, on the device."""
     ids, rows = {id(p) for p in params}, []
     for group in adam.param_groups:
         parameters = [p for p in group["params"] if id(p) in ids and p.grad is not None]
@@ -288,16 +287,15 @@ def second_moment_change(adam: Adam, params: Iterable[Tensor], logs: bool = True
             far = (
                 grad.square() if v is None else torch.addcmul(local(v), grad, grad, value=-1).abs_()
             )
-            size = far.sum().double() * rest
-            count = log_sum = torch.zeros_like(size)
+            row = [far.sum().double() * rest]
             if logs:
                 moved = far > 0
                 count = moved.sum().double()
                 log_sum = torch.where(moved, far, 1.0).log().sum(dtype=torch.float64)
-                log_sum = log_sum + count * math.log(rest)
-            rows.append((size, log_sum, count))
+                row += [log_sum + count * math.log(rest), count]
+            rows.append(row)
     if not rows:
-        return torch.zeros(3, dtype=torch.float64)
+        return torch.zeros(3 if logs else 1, dtype=torch.float64)
     return torch.stack([torch.stack(column).sum() for column in zip(*rows, strict=True)])
 
 

@@ -170,8 +170,8 @@ def check_optimizer(
     ]
     muon = isinstance(optimizer, getattr(torch.optim, "Muon", ()))
     why = ""
-    # One without reads keys of its own from each group. Such optimizers (nanochat's, Muon's with an
-    # Adam beside it) take missing gradients for 0 or do not expect them.
+    # One without a default learning rate reads keys of its own from each group. Such optimizers
+    # (nanochat's, Muon's with an Adam beside it) take missing gradients for 0 or do not expect them.
     if "lr" not in optimizer.defaults:
         why = "has a learning rate for each of its groups only"
     elif added and differing:

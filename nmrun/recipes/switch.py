@@ -213,8 +213,12 @@ class AutoSwitch(Switch):
             own = [weight.parameter for weight in part]
             return second_moment_change(adam, own, logs=self.geometric)
 
-        total, logs, nonzero = global_sum(weights, change).unbind()
-        self.keep((logs / nonzero).exp().nan_to_num(0.0) if self.geometric else total / count)
+        total, *of_logs = global_sum(weights, change).unbind()
+        if self.geometric:
+            logs, nonzero = of_logs
+            self.keep((logs / nonzero).exp().nan_to_num(0.0))
+        else:
+            self.keep(total / count)
         if self.threshold is not None:
             total = global_sum(with_gradient, lambda part: _second_moment(part, adam))
             self.size = rest * total / count

@@ -186,15 +186,19 @@ def split(values: Tensor, mask: Tensor, squares: bool = False) -> list[Tensor]:
     """The sums of ``values``, or of their squares, over the kept and over the pruned entries:
     0-dimensional and float64. Piece by piece on a CPU: what is computed on the way stays in the
     cache."""
-    size = PIECE if values.is_cpu else max(1, values.numel())
+    size = min(PIECE, values.numel()) if values.is_cpu else values.numel()
     total = values.new_zeros(2, dtype=torch.float64)
-    for piece, kept in zip(values.flatten().split(size), mask.flatten().split(size), strict=True):
-        # in float32, since squares of float16 leave its range
-        numbers, share = piece.float(), kept.float()
+    # written for each piece: new memory would take longer than the sums
+    squared, share = (values.new_empty(size, dtype=torch.float32) for _ in range(2))
+    pieces = (tensor.flatten().split(max(1, size)) for tensor in (values, mask))
+    for piece, kept in zip(*pieces, strict=True):
+        numbers = piece.float()  # squares of float16 leave its range
         if squares:
-            numbers = numbers.square()
-        total[0] += torch.dot(numbers, share)
-        total[1] += torch.dot(numbers, 1 - share)
+            numbers = torch.square(numbers, out=squared[: len(piece)])
+        # from bool it takes 8 times as long
+        part = share[: len(piece)].copy_(kept.view(torch.uint8))
+        total[0] += torch.dot(numbers, part)
+        total[1] += torch.dot(numbers, part.neg_().add_(1))
     return list(total)
 
 
