@@ -78,7 +78,7 @@ class PackedLayer(nn.Module):
     def parts(self) -> list[Tensor]:
         """The tensors of the matrix."""
         buffers: Any = self._buffers
-        return [buffers[name] for name in self.MATRIX.names()]
+        return [buffers[name] for name in self.MATRIX.NAMES]
 
     def dense(self) -> Tensor:
         """The weight with its zeros."""
