@@ -32,7 +32,8 @@ class Matrix:
 
     def __init__(self, parts: Sequence[Tensor], rows: int, columns: int, taps: int = 1) -> None:
         self.parts, self.rows, self.columns, self.taps = [*parts], rows, columns, taps
-        vars(self).update(self.named())
+        for name, part in zip(self.NAMES, parts, strict=True):
+            setattr(self, name, part)
 
     def __init_subclass__(cls) -> None:
         MATRICES[cls.__name__] = cls
