@@ -87,7 +87,8 @@ def pytest_configure() -> None:
     load = compiler.CFunctions.load
     compiler.CFunctions.load = lambda self: Library(load(self))  # type: ignore
     compiler._region = lambda: None  # type: ignore  # threads of Python call a function of Python
-    blocks.address = matrix.address = address  # type: ignore
+    blocks.address = address  # type: ignore
+    matrix.Matrix.addresses = property(lambda self: [*map(address, self.parts)])  # type: ignore
 
 
 def build() -> None:

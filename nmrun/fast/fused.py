@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -190,7 +191,10 @@ def fusable(model: nn.Module, sample: Any) -> list[Place]:
     """The attentions and GELUs of a deployed model on a CPU that the sample calls."""
     if devices(model) - {"cpu"}:
         return []
-    places = [Place(name, m) for name, m in model.named_modules() if name and _kind(m)]
+    # layers alike share what they are given, which is large
+    given = defaultdict[str, dict[Any, tuple[Tensor, ...]]](dict)
+    found = ((name, m) for name, m in model.named_modules() if name and _kind(m))
+    places = [Place(name, m, given=given[repr(m)]) for name, m in found]
     hooks = [p.module.register_forward_pre_hook(p.see, with_kwargs=True) for p in places]
     measurement.watched(hooks, partial(compute, model, sample))
     return [place for place in places if place.shapes]

@@ -37,9 +37,9 @@ def load_packed(path: Path | str, model: Model) -> Model:
     on the CPU.
 
     Linear layers that the file holds packed become packed layers, and so do convolutions of a float32
-    model; dense weights are in memory one at a time. Other weights are unpacked. Nothing is measured: to keep a layer dense where dense is faster, as
-    convolutions of a few images are, load dense weights (:func:`nmrun.fast.packed.load`) and call
-    :func:`nmrun.deploy`.
+    model; dense weights are in memory one at a time. Other weights are unpacked. Nothing is measured: to
+    keep a layer dense where dense is faster, as convolutions of a few images are, load dense weights
+    (:func:`nmrun.fast.packed.load`) and call :func:`nmrun.deploy`.
 
     Args:
         path: the file, or its folder.

@@ -131,7 +131,7 @@ def agreed(
 
 def _records(file: str) -> dict[str, Any]:
     """What a file of the cache has; nothing of one that is damaged."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, TypeError):
         return dict(json.loads((cache_folder() / file).read_text()))
     return {}
 

@@ -203,11 +203,15 @@ def pack(weight: Tensor, pattern: Pattern, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def unpack(values: Tensor, places: Tensor, pattern: Pattern, dim: int, shape: list[int]) -> Tensor:
-    """The inverse of :func:`pack`. Raises ValueError for positions that it does not write."""
+    """The inverse of :func:`pack`. Raises ValueError for positions that it does not write, and for values
+    behind the last one of ``dim``."""
     indices = positions(places, len(values), pattern)
     groups = torch.zeros(len(values), pattern.m, dtype=values.dtype).scatter_(1, indices, values)
     moved = [*shape[:dim], *shape[dim + 1 :]]
-    return groups.view(*moved, -1)[..., : shape[dim]].movedim(-1, dim).contiguous()
+    whole, last = groups.view(*moved, -1), shape[dim]
+    if bool(whole[..., last:].any()):
+        raise ValueError(f"a value behind the last of {last}")
+    return whole[..., :last].movedim(-1, dim).contiguous()
 
 
 def positions(places: Tensor, count: int, pattern: Pattern) -> Tensor:

@@ -36,7 +36,7 @@ class Place:
         name: of the layer, or its weight, in the model.
         module: the layer.
         shapes: how many inputs had each shape.
-        given: the first inputs of each shape.
+        given: the first inputs of each shape; places may share them.
         candidates: layers that compute the same, by the name of their product.
         notes: what was found of them, beside the times.
         layer: the candidate that will replace it; None to leave it as it is.
@@ -141,12 +141,13 @@ class Site(Place):
     def note(self, x: Any) -> None:
         """Note an input."""
         if isinstance(x, Tensor) and x.numel():
-            self.shapes[x.numel() // x.shape[-1], x.shape[-1]] += 1
+            shape = x.numel() // x.shape[-1], x.shape[-1]
+            self.shapes[shape] += 1
             self.dtype = compute_dtype(x)
             if not self.given:
-                flat = x.detach().reshape(-1, x.shape[-1])
+                flat = x.detach().reshape(shape)
                 tokens = flat[:: -(-len(flat) // MOST_TOKENS)].clone().to(self.dtype)
-                self.given[tokens.shape] = (tokens,)
+                self.given[shape] = (tokens,)
 
     def about(self, shape: Any) -> str:
         return f"{self.pattern or 'dense'}, {shape[0]} tokens"

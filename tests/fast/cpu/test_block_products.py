@@ -51,20 +51,29 @@ def way(
     found.cache_clear()
 
 
-@pytest.fixture(params=["blocks", "bitmaps"])
+@pytest.fixture
 def packed(request: pytest.FixtureRequest, way: str) -> Callable[..., Matrix]:
     """What packs a weight in groups of so many rows; the pattern of bitmaps is any."""
     if request.param == "blocks":
         return lambda weight, height: BlockMatrix.packed(weight, height=height)
-    needs_bitmaps(way)
+    request.getfixturevalue("bitmaps")
     return lambda weight, height: BitmapMatrix.packed(weight)
 
 
-def needs_bitmaps(way: str) -> None:
-    if way != "tiles" or not hasattr(blocks.KERNELS.load(), "nm_bitmap_bf16"):
-        pytest.skip("by AMX, of processors with VBMI2")
+@pytest.fixture
+def bitmaps(way: str) -> None:
+    """Products of bitmaps, which are by AMX."""
+    if not hasattr(blocks.KERNELS.load(), "nm_bitmap_bf16"):
+        pytest.skip("this processor has no VBMI2")
 
 
+each_kind = pytest.mark.parametrize(
+    ("way", "packed"), [*((way, "blocks") for way in WAYS), ("tiles", "bitmaps")], indirect=True
+)
+by_tiles = pytest.mark.parametrize("way", ["tiles"], indirect=True)
+
+
+@each_kind
 @pytest.mark.parametrize(
     ("pattern", "rows", "columns", "height"),
     [
@@ -259,6 +268,7 @@ def test_which_way_it_is(way: str) -> None:
     assert why == "" if way == "tiles" else "AMX" in why or not why
 
 
+@each_kind
 @pytest.mark.parametrize(("threads", "tokens"), [(2, 70), (3, 5)])
 def test_threads_share_tokens_or_rows(
     threads: int, tokens: int, packed: Callable[..., Matrix], monkeypatch: pytest.MonkeyPatch
@@ -270,6 +280,7 @@ def test_threads_share_tokens_or_rows(
     assert torch.equal(matrix.multiply(x), alone)
 
 
+@each_kind
 def test_what_is_not_finite_stays_with_its_token(packed: Callable[..., Matrix]) -> None:
     weight, x = sparse(64, 64, "64:4:16").bfloat16(), normal_bf16(33, 64)
     plain = (matrix := packed(weight, 64)).multiply(x)
@@ -332,8 +343,9 @@ def test_what_is_stored_of_bitmaps() -> None:
     assert matrix.masks[:, 1, 0].tolist() == [2, 1 << 7]
 
 
-def test_the_layer_of_bitmaps_and_its_state(way: str) -> None:
-    needs_bitmaps(way)
+@by_tiles
+@pytest.mark.usefixtures("bitmaps")
+def test_the_layer_of_bitmaps_and_its_state() -> None:
     weight, bias, x = sparse(40, 70, "2:4"), normal(40, seed=1), normal(2, 3, 70)
     layer = BitmapLinear.of(weight, bias)
     check(layer(x).view(6, 40), x.bfloat16().view(6, 70), weight.bfloat16(), bias)
@@ -348,11 +360,12 @@ def test_without_amx_bitmaps_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
         BitmapMatrix.packed(sparse(16, 32, "2:4")).multiply(normal_bf16(1, 32))
 
 
+@by_tiles
+@pytest.mark.usefixtures("bitmaps")
 @pytest.mark.parametrize(("tokens", "path"), [(32, BF16_BITMAP), (33, "packed")])
 def test_deploy_tries_bitmaps_for_few_tokens(
     tokens: int, path: str, way: str, deploy_times: dict[str, float]
 ) -> None:
-    needs_bitmaps(way)
     deploy_times.update({"packed": 0.5, BF16_BITMAP: 0.25})
     model, x = pruned("2:4").bfloat16(), normal_bf16(tokens, 80)
     exact = model.float()(x.float()).detach()

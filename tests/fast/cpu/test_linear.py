@@ -34,7 +34,7 @@ from nmrun.sparsity.masks import hard_threshold, mvue
 
 pytestmark = [
     pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler here"),
-    pytest.mark.usefixtures("small_layers", "emulated_bf16"),
+    pytest.mark.usefixtures("small_layers"),
 ]
 KINDS = {
     "packed": LinearProducts,
@@ -43,6 +43,14 @@ KINDS = {
     BF16_BLOCKS: BlockProducts,
 }
 SLOW, FAST = Times(0.1, 2.0, 2.0, 2.0), Times(0.1, 1.0, 1.0, 1.0)
+
+
+@pytest.fixture
+def path(request: pytest.FixtureRequest) -> Any:
+    """A path, and what the processor may lack for it."""
+    if request.param not in (None, "packed"):
+        request.getfixturevalue("emulated_bf16")
+    return request.param
 
 
 def packing(recipe: str, pattern: str = "2:4", **options: Any) -> tuple[nn.Module, Any, Any]:
@@ -80,6 +88,7 @@ def near(result: Tensor, expected: Tensor, share: float) -> None:
         *((BF16_BLOCKS, *about) for about in
           (("16:4:8", 32), ("64:4:16", 128), ("48:2:9", 96), ("32:4:32", 32))),
     ],
+    indirect=["path"],
 )  # fmt: skip
 @pytest.mark.parametrize("stored", ["rows", "columns"])
 @pytest.mark.parametrize("masked", [False, True])
@@ -113,7 +122,7 @@ def test_products_and_gradients(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["packed", BF16])
+@pytest.mark.parametrize("path", ["packed", BF16], indirect=True)
 def test_operators_are_as_torch_wants_them(path: str) -> None:
     dtype = torch.float32 if path == "packed" else torch.bfloat16
     w = hard_threshold(normal(8, 16), Pattern(2, 4), 1)
@@ -145,7 +154,7 @@ def test_mvue_is_computed_from_the_estimate(dtype: torch.dtype) -> None:
     assert not torch.allclose(weight.grad, dz.float().t() @ x, atol=1e-2)
 
 
-@pytest.mark.parametrize("path", ["packed", BF16])
+@pytest.mark.parametrize("path", ["packed", BF16], indirect=True)
 @pytest.mark.parametrize("tiny", [0.0, 1e-42])
 def test_a_kept_weight_that_is_zero_gets_its_gradient(path: str, tiny: float) -> None:
     """The packed matrix does not know it from a pruned one, nor one that is rounded to zero."""
@@ -171,6 +180,7 @@ def test_a_backward_pass_of_an_earlier_step_raises() -> None:
         stale.backward()
 
 
+@pytest.mark.usefixtures("emulated_bf16")
 def test_the_probe_finds_them_right() -> None:
     times = probe.measured(probe.LinearShape(64, 36, 70, torch.bfloat16, Pattern(2, 4)))
     assert set(times) == {"dense", "packed", BF16, BF16_FORWARD}
@@ -182,6 +192,7 @@ def test_the_probe_finds_them_right() -> None:
     assert not blocks[BF16_BLOCKS].wrong
 
 
+@pytest.mark.usefixtures("emulated_bf16")
 def test_they_are_right_of_a_rounded_weight() -> None:
     """Of half a million results, some near zero are far from those of the weight as it was."""
     results = probe.measured(probe.LinearShape(512, 512, 1024, torch.bfloat16, Pattern(1, 16)))
@@ -261,15 +272,17 @@ IN_BF16: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", IN_BF16)
-@pytest.mark.parametrize("path", KINDS)
+@pytest.mark.parametrize(
+    ("path", "recipe"),
+    [(path, recipe) for path in KINDS for recipe in IN_BF16
+     if path != BF16_BLOCKS or recipe in ("sr_ste", "step", "asp")],
+    indirect=["path"],
+)  # fmt: skip
 def test_a_run_in_bfloat16_goes_as_it_does_with_masks_alone(
-    recipe: str, path: str, monkeypatch: pytest.MonkeyPatch
+    path: str, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = IN_BF16[recipe]
     if path == BF16_BLOCKS:
-        if recipe in ("ste", "ste_periodic"):
-            pytest.skip("as the others")
         options = {**options, "pattern": "16:4:8", "pad": True, "exclude": ["4"]}
     expected, losses = (
         train(*by_path(recipe, name, monkeypatch, **options)[:2], low=True)
@@ -333,10 +346,11 @@ def test_the_sample_leaves_batch_norm_as_it_was() -> None:
         assert torch.equal(tensor, before[name]), name
 
 
-@pytest.mark.parametrize("low", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_compiled_as_one_graph(low: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", [None, pytest.param(BF16, marks=pytest.mark.slow)], indirect=True)
+def test_compiled_as_one_graph(path: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    low = path is not None
     (plain, optimizer, _), (model, other, _) = (
-        by_path("sr_ste", BF16, monkeypatch) if low else packing("sr_ste") for _ in range(2)
+        by_path("sr_ste", path, monkeypatch) if path else packing("sr_ste") for _ in range(2)
     )
     whole = torch.compile(model, fullgraph=True, backend="aot_eager")
     expected = train(plain, optimizer, low=low)
@@ -351,7 +365,7 @@ def test_recomputed_activations_give_the_same_bits() -> None:
     assert losses == train(lambda x: checkpoint(other, x, use_reentrant=False), again)
 
 
-@pytest.mark.parametrize("path", [None, BF16, BF16_FORWARD])
+@pytest.mark.parametrize("path", [None, BF16, BF16_FORWARD], indirect=True)
 def test_resumed_equals_uninterrupted(path: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def begin() -> tuple[nn.Module, Any]:
         if path is None:
@@ -453,6 +467,7 @@ def test_without_a_compiler_it_says_what_is_missing() -> None:
     ]
 
 
+@pytest.mark.usefixtures("emulated_bf16")
 def test_force_and_packed_take_the_fastest_packed_one(monkeypatch: pytest.MonkeyPatch) -> None:
     slower = Times(0.1, 3.0, 3.0, 3.0)
     found(monkeypatch, dense=FAST, packed=slower, packed_bf16=SLOW)
@@ -487,6 +502,7 @@ def test_a_run_that_goes_on_takes_the_paths_that_it_had(monkeypatch: pytest.Monk
     assert [c.path for c in choose()] == [None] * 3
 
 
+@pytest.mark.usefixtures("emulated_bf16")
 def test_but_not_those_that_its_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, handle = start("ste")
     shape = probe.LinearShape(64, 36, 70, torch.bfloat16, Pattern(2, 4))

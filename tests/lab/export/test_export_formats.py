@@ -115,6 +115,12 @@ def test_packed_comes_back_with_the_same_bits(pattern, shape, dim, dtype):
     assert places.numel() == -(-groups * min(ratio.m, ratio.n * width) // 8)
 
 
+def test_a_value_behind_the_last_weight_is_refused():
+    values, places = packed.pack(torch.ones(2, 4), Pattern(4, 4), 1)
+    with pytest.raises(ValueError, match="a value behind the last of 3"):
+        packed.unpack(values, places, Pattern(4, 4), 1, [2, 3])
+
+
 def test_the_documented_layout_is_read_by_hand():
     weight = torch.tensor([[0.0, 5, 0, 6, 7, 8, 0, 0, 0, 0, 0, 9]])
     values, places = packed.pack(weight, Pattern(2, 4), 1)

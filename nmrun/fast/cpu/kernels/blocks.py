@@ -139,12 +139,13 @@ class BlockMatrix(Matrix):
         """``x S^T + bias``, with x (tokens, columns) in bfloat16; (tokens, rows) in bfloat16, rounded once.
         ``by_tiles``: by AMX; None: where it can. Raises RuntimeError where there are no such products."""
         library, x = KERNELS.load(), x.contiguous()
-        out = x.new_empty(len(x), self.rows)
+        tokens, groups = len(x), len(self.index)
+        out = x.new_empty(tokens, self.rows)
         bias = None if bias is None else bias.float().contiguous()
         operands: list[Any] = [*map(address, (x, out, bias)), *self.addresses]
         operands += [self.rows, self.columns, *_how(self, by_tiles)]
-        groups, work = len(self.index), _work(self, len(x))
-        in_tokens_or_rows(library.nm_block_bf16, operands, len(x), groups, work, PANEL)
+        work = _work(self, tokens)
+        in_tokens_or_rows(library.nm_block_bf16, operands, tokens, groups, work, PANEL)
         return out
 
     def sampled(self, x: Tensor, y: Tensor, by_tiles: bool | None = None) -> Tensor:
@@ -188,11 +189,11 @@ class BlockTranspose(Matrix):
     ) -> Tensor:
         """As that of :class:`BlockMatrix`, without a bias."""
         library, x = KERNELS.load(), x.contiguous()
-        out = x.new_empty(len(x), self.rows)
+        tokens = len(x)
+        out = x.new_empty(tokens, self.rows)
         operands: list[Any] = [*map(address, (x, out)), *self.addresses]
         operands += [self.columns, self.rows, *_how(self, by_tiles), BEGIN, END]
-        work = _work(self, len(x))
-        in_parts(library.nm_block_bf16_turned, operands, len(x), work, PANEL)
+        in_parts(library.nm_block_bf16_turned, operands, tokens, _work(self, tokens), PANEL)
         return out
 
 
@@ -321,8 +322,8 @@ def _how(matrix: BlockMatrix | BlockTranspose, by_tiles: bool | None) -> tuple[i
 
 
 def _work(matrix: BlockMatrix | BlockTranspose, tokens: int) -> int:
-    groups, most = len(matrix.index), int(matrix.counts.max()) if len(matrix.index) else 0
-    return tokens * groups * matrix.height * most // WORTH
+    groups = matrix.counts.numel()
+    return tokens * groups * matrix.height * int(matrix.counts.max()) // WORTH if groups else 0
 
 
 def kept_columns(filled: Tensor, height: int) -> Tensor:

@@ -45,7 +45,7 @@ class Window:
     @property
     def numbers(self) -> list[int]:
         """All of it, as operators take it."""
-        return [number for pair in (self.taps, *self.moves) for number in pair]
+        return [*self.taps, *self.stride, *self.padding, *self.dilation]
 
     @property
     def positions(self) -> int:
@@ -78,7 +78,8 @@ class _Geometry(ctypes.Structure):
 
 def numbered(window: Sequence[int]) -> Window:
     """The inverse of :attr:`Window.numbers`."""
-    return Window.of(*(window[i : i + 2] for i in range(0, 8, 2)))
+    a, b, c, d, e, f, g, h = window
+    return Window((a, b), (c, d), (e, f), (g, h))
 
 
 def convolve(

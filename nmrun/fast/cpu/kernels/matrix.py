@@ -8,21 +8,21 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from nmrun.kernels.compiler import address
-
 MATRICES: dict[str, type[Matrix]] = {}  # by their names, which operators take
 
 
 class Matrix:
     """A sparse matrix (rows, columns), or one for each position of a convolution's kernel (tap).
 
-    ``STORED`` are the tensors of a state dict, ``DERIVED`` those that follow from them; the ``parts`` are both.
+    ``STORED`` are the tensors of a state dict, ``DERIVED`` those that follow from them; the ``parts`` are
+    both, by their ``NAMES``.
     ``KEPT`` are those whose dtype no cast of a model changes. ``COMPUTES`` is what inputs are cast to,
     None for products in their own dtype.
     """
 
     STORED: ClassVar[tuple[str, ...]] = ("values", "index", "counts")
     DERIVED: ClassVar[tuple[str, ...]] = ("start",)
+    NAMES: ClassVar[tuple[str, ...]]
     KEPT: ClassVar[tuple[str, ...]] = ()
     COMPUTES: ClassVar[torch.dtype | None] = None
     values: Tensor
@@ -32,16 +32,12 @@ class Matrix:
 
     def __init__(self, parts: Sequence[Tensor], rows: int, columns: int, taps: int = 1) -> None:
         self.parts, self.rows, self.columns, self.taps = [*parts], rows, columns, taps
-        for name, part in zip(self.names(), parts, strict=True):
+        for name, part in zip(self.NAMES, parts, strict=True):
             setattr(self, name, part)
 
     def __init_subclass__(cls) -> None:
         MATRICES[cls.__name__] = cls
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """Of the parts."""
-        return *cls.STORED, *cls.DERIVED
+        cls.NAMES = *cls.STORED, *cls.DERIVED  # once: each product makes a matrix
 
     @classmethod
     def of(cls, stored: Sequence[Tensor], rows: int, columns: int, taps: int = 1) -> Self:
@@ -67,12 +63,12 @@ class Matrix:
 
     def named(self) -> dict[str, Tensor]:
         """The parts by their names."""
-        return dict(zip(self.names(), self.parts, strict=True))
+        return dict(zip(self.NAMES, self.parts, strict=True))
 
     @property
     def addresses(self) -> list[int]:
         """Where the parts lie, for a kernel."""
-        return [address(part) for part in self.parts]
+        return [part.data_ptr() for part in self.parts]
 
     def dense(self) -> Tensor:
         """The matrix with its zeros, (rows, taps * columns)."""
