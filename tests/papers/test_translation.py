@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import logging
 import math
+import subprocess
 import sys
-import warnings
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 import torch
 from errors import one_line
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from runs import config, cut_off, finished, result_of, resumed
 from torch import nn
 
@@ -36,30 +34,33 @@ RUN = ("dataset=copy_reverse", "model=fairseq_transformer", *SMALL, "dataset.siz
        "dataset.max_tokens=128", "dataset.beam=2", "trainer.label_smoothing=0.1", "trainer.accumulate=2")  # fmt: skip
 
 
-def surroundings() -> tuple[Any, ...]:
-    store, root = ConfigStore.instance().repo, logging.getLogger()
-    names = {
-        group: sorted(nodes) if isinstance(nodes, dict) else nodes for group, nodes in store.items()
-    }
-    hydra = GlobalHydra.instance().is_initialized(), id(GlobalHydra.instance())
-    return (
-        names,
-        root.level,
-        list(root.handlers),
-        root.manager.disable,
-        list(warnings.filters),
-        hydra,
-    )
+# in a process of its own: another test may have imported fairseq in this one
+SURROUNDINGS = """
+import logging, sys, warnings
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from nmrun.papers.translation import data, prepare, task
+from nmrun.papers.translation.fairseq import fairseq
+
+def surroundings():
+    store, root, hydra = ConfigStore.instance().repo, logging.getLogger(), GlobalHydra.instance()
+    names = {group: sorted(nodes) if isinstance(nodes, dict) else nodes for group, nodes in store.items()}
+    logs = root.level, list(root.handlers), root.manager.disable
+    return names, *logs, list(warnings.filters), hydra.is_initialized(), id(hydra)
+
+assert "fairseq" not in sys.modules, "the data or the task import it"
+before = surroundings()
+fairseq("models.transformer")
+assert "fairseq.models.transformer" in sys.modules
+assert surroundings() == before
+assert "config.yaml" not in before[0]
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def imported() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What surrounds fairseq before and after its import, which all other tests rely on."""
-    assert "fairseq" not in sys.modules  # neither the data sets nor the tasks import it
-    before = surroundings()
+def imported() -> None:
+    """Import fairseq's own models and losses, which tests compare with."""
     fairseq("models.transformer")
-    assert "fairseq.models.transformer" in sys.modules
-    return before, surroundings()
 
 
 def corpora(number: int = 300, seed: int = 0, words: int = 20) -> tuple[Corpus, Corpus, Dictionary]:
@@ -113,10 +114,8 @@ def decoded(batch: tuple[torch.Tensor, ...]) -> list[tuple[tuple[int, ...], tupl
 # --- the import -----------------------------------------------------------------------------------
 
 
-def test_importing_fairseq_changes_neither_hydra_nor_logging(imported):
-    before, after = imported
-    assert before == after
-    assert "config.yaml" not in after[0]
+def test_importing_fairseq_changes_neither_hydra_nor_logging():
+    subprocess.run([sys.executable, "-c", SURROUNDINGS], check=True)
 
 
 # --- batches --------------------------------------------------------------------------------------
