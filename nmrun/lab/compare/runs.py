@@ -38,7 +38,7 @@ from nmrun.registry import choose, did_you_mean, no_such
 
 Lines = list[list[Any]]  # the head, then a line for each cell or run
 FIRST = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "seed", "status")
-LAST = ("seconds", "metric", "events", "commit", "id", "folder")
+LAST = ("seconds", "metric", "events", "precision", "commit", "id", "folder")
 NEEDED = {"recipe", "sparsity", "seed", "status", "metric", "dataset", "model"}  # in a CSV file
 STATUSES = ("finished", "failed", "interrupted")  # that a CSV file may have
 # in a CSV file these stay texts, even where they consist of digits
@@ -120,6 +120,7 @@ def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The row of :func:`collect` for a ``result.json``."""
     config = result["config"]
     ratio, events = written(config["sparsity"]), result.get("events", ())
+    environment = result.get("environment", {})
     keys = {
         key: str(value).replace(" ", "") if isinstance(value, list) else value
         for key, value in flatten(config).items()
@@ -138,7 +139,8 @@ def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
         "folder": str(folder),
         "seconds": result.get("seconds"),
         "training_seconds": result.get("training_seconds"),
-        "commit": result.get("environment", {}).get("commit"),
+        "precision": environment.get("precision", math.nan),  # which trainer.precision=auto was
+        "commit": environment.get("commit"),
         "metric": result.get("metric"),
         "higher_is_better": result.get("higher_is_better"),
         "events": "; ".join(event["sentence"] for event in events),

@@ -338,7 +338,8 @@ def _check_alike(members: Mapping[Place, Sequence[Run]], rows: Key) -> None:
 
 
 def settings_apart(runs: Sequence[Run]) -> list[str]:
-    """The settings, without the seed, that differ between runs and change results."""
+    """The settings, without the seed, that differ between runs and change results; also the
+    ``precision`` that ``trainer.precision=auto`` was on their machines, where both are known."""
     keys = [
         key
         for key in dict.fromkeys(k for run in runs for k in run)
@@ -346,6 +347,9 @@ def settings_apart(runs: Sequence[Run]) -> list[str]:
         if group in SETTINGS and group != "seed" and name not in IRRELEVANT.get(group, ())
     ]
     apart = [key for key in keys if len(labels_of(run[key] for run in runs)) > 1]
+    known = labels_of(run.get("precision", math.nan) for run in runs) - {"-"}
+    if len(known) > 1 and "trainer.precision" not in apart:
+        apart.append("precision")
     # where `recipe` differs, `recipe.switch` need not be named
     return [key for key in apart if "." not in key or key.partition(".")[0] not in apart]
 

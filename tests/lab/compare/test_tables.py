@@ -313,6 +313,19 @@ def test_runs_of_debugging_are_averaged_with_no_others(write, table):
     assert cells(table(paths=(place,))[1]) == {"ste": {"2:4": "10.0"}}
 
 
+def test_precisions_that_auto_was_on_two_machines_are_told_apart(write, table):
+    """Not from a run whose precision is not known."""
+    folders = [write("ste", "2:4", seed, 0.9) for seed in (0, 1, 2)]
+    for folder, precision in zip(folders, ("fp32", "bf16"), strict=False):
+        rewrite(folder, environment={"precision": precision})
+    assert "would average over runs that differ in precision;" in table()[2]
+    assert "| fp32" in table("--rows", "recipe,precision")[1]
+    rewrite(folders[1], environment={"precision": "fp32"})
+    assert cells(table()[1])["ste"]["2:4"].startswith("90.0")
+    rewrite(write("asp", "2:4", 0, 0.8), environment={"precision": "bf16"})
+    assert "not the same in all cells: precision, seeds" in table()[1]
+
+
 def test_one_refusal_names_the_settings_of_all_cells(write, table):
     for seed in (0, 1):
         write("ste", "2:4", seed, 0.9)
