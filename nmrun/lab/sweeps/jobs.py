@@ -31,7 +31,6 @@ from nmrun.lab import output
 from nmrun.lab.config import (
     command_line,
     composition,
-    experiment,
     precheck,
     schema,
 )
@@ -88,10 +87,7 @@ def main(argv: list[str]) -> int:
 
 def checked(overrides: list[str], multirun: bool, config_dir: str | None = None) -> Command:
     """What a command line asks for, composed and checked. ConfigError with all that is wrong."""
-    sweeps = [
-        command_line.own_recipe(words, config_dir)
-        for words in experiment.expand(overrides, multirun, config_dir)
-    ]
+    sweeps = command_line.expand(overrides, multirun, config_dir)
     asked = precheck.read(sweeps, multirun, config_dir)
     if asked.detach and not (multirun and asked.queues):
         raise ConfigError("detach=true: add -m and launcher=slurm, whose jobs outlive the command")

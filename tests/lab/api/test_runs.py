@@ -278,8 +278,19 @@ def test_mistakes_get_a_line(nmrun_cli):
         with pytest.raises(ConfigError) as raised:
             nmrun.run(call)
         assert str(raised.value) == line
-    with pytest.raises(ConfigError, match="are for the command line"):
-        nmrun.sweep("seed=0,1 hydra/launcher=joblib")
+    assert not Path("outputs").exists()
+
+
+@pytest.mark.parametrize("place", ["launcher=joblib", "--config-dir mine debug=aside"])
+def test_a_sweep_of_the_library_has_no_launcher(place):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs joblib's launcher")
+    Path("mine/debug").mkdir(parents=True)
+    text = "# @package _global_\ndefaults: [override /hydra/launcher: joblib]\n"
+    Path("mine/debug/aside.yaml").write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"^launcher=joblib: Hydra's launchers are for"
+    ):
+        nmrun.sweep(f"{place} seed=0,1 dry=true")
     assert not Path("outputs").exists()
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from nmrun.lab.config import composition, experiment
+from nmrun.lab.config import composition, experiment, precheck
 from nmrun.lab.train.build import build
 
 composition.register()
@@ -25,7 +25,7 @@ PUBLISHED = """
 
 
 def test_each_layer_has_its_published_ratio():
-    config = experiment.configs(experiment.load("step_dominosearch"), "smoke")[1]
+    config = precheck.configs(experiment.load("step_dominosearch"), "smoke")[1]
     assert config.recipe.name == "sr_ste"
     trainer = {**config.plain["trainer"], "acceleration": "off"}  # no products are timed
     parts = build(replace(config, plain={**config.plain, "trainer": trainer}))

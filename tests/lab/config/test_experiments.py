@@ -20,7 +20,14 @@ from runs import result_of
 from verbs import verb
 
 from nmrun.errors import ConfigError
-from nmrun.lab.config import composition, experiment, identity, precheck, schema
+from nmrun.lab.config import (
+    command_line,
+    composition,
+    experiment,
+    identity,
+    precheck,
+    schema,
+)
 from nmrun.lab.config.composition import Cache
 from nmrun.lab.keys.config import flatten
 from nmrun.lab.keys.options import recipe_facts
@@ -55,7 +62,7 @@ paper: {source: "page 3 of a book", values: {ste: {"2:4": 77.10}, nowhere: {"2:4
 
 @functools.cache
 def configs_of(name: str, scale: str) -> list[schema.Config]:
-    return experiment.configs(experiment.load(name), scale, cache=COMPOSED)
+    return precheck.configs(experiment.load(name), scale, cache=COMPOSED)
 
 
 def label(config: schema.Config, key: str) -> str:
@@ -73,7 +80,7 @@ def label(config: schema.Config, key: str) -> str:
 def test_every_job_is_accepted(name, scale, monkeypatch):
     refusals = schema.refusals  # as on a machine with the data and a GPU
     monkeypatch.setattr(schema, "refusals", lambda plain, here: refusals(plain, False))
-    sweeps = experiment.expand([f"experiment={name}", f"scale={scale}"], multirun=True)
+    sweeps = command_line.expand([f"experiment={name}", f"scale={scale}"], multirun=True)
     jobs, accepted = 0, {}
     for words in sweeps:
         seeds = [word for word in words if word.startswith("seed=")]
@@ -142,10 +149,12 @@ def test_a_sweep_for_each_scale(tmp_path):
     both = each.replace("scales: {smoke:", "scales: {small: trainer.epochs=3, smoke:")
     (tmp_path / "own.yaml").write_text(both)
     asked = experiment.load(str(tmp_path / "own.yaml"))
-    assert asked.overrides("smoke") == [
+    assert command_line.of_experiment(asked, "smoke") == [
         ["recipe=ste", "seed=0", "trainer.epochs=2", "trainer.limit_batches=3"]
     ]
-    assert [words[-1] for words in asked.overrides("small")] == ["trainer.epochs=3"] * 2
+    assert [words[-1] for words in command_line.of_experiment(asked, "small")] == [
+        "trainer.epochs=3"
+    ] * 2
     (tmp_path / "own.yaml").write_text(each)  # a sweep of a scale that is not there
     with pytest.raises(ConfigError, match="sweep: one for each of smoke, or one for all"):
         experiment.load(str(tmp_path / "own.yaml"))
@@ -339,20 +348,24 @@ def test_a_larger_scale_replaces_nothing_of_a_sweep_but_its_seeds(name):
 
 def test_the_scale_wins_over_the_sweep_and_the_command_line_over_both():
     asked = experiment.load("step_cifar10")
-    assert "seed=0,1,2" in asked.overrides("small")[0]
-    assert "seed=0,1" in asked.overrides("smoke")[0]
-    words = asked.overrides("smoke", ["seed=7", "+recipe=ste", "optimizer.lr=1"])[0]
+    assert "seed=0,1,2" in command_line.of_experiment(asked, "small")[0]
+    assert "seed=0,1" in command_line.of_experiment(asked, "smoke")[0]
+    words = command_line.of_experiment(asked, "smoke", ["seed=7", "+recipe=ste", "optimizer.lr=1"])[
+        0
+    ]
     assert [word for word in words if word.startswith("seed")] == ["seed=7"]
     assert [word for word in words if "recipe" in word] == ["+recipe=ste"]
     assert "optimizer.lr=1" in words
 
 
 def test_small_is_the_default_and_several_run_one_after_the_other():
-    both = experiment.expand(["experiment=step_cifar10,step_glue", "seed=5"], multirun=True)
-    assert both == experiment.load("step_cifar10").overrides("small", ["seed=5"]) + experiment.load(
-        "step_glue"
-    ).overrides("small", ["seed=5"])
-    assert experiment.expand(["recipe=ste"], multirun=False) == [["recipe=ste"]]
+    both = command_line.expand(["experiment=step_cifar10,step_glue", "seed=5"], multirun=True)
+    assert both == [
+        words
+        for name in ("step_cifar10", "step_glue")
+        for words in command_line.of_experiment(experiment.load(name), "small", ["seed=5"])
+    ]
+    assert command_line.expand(["recipe=ste"], multirun=False) == [["recipe=ste"]]
 
 
 @pytest.mark.parametrize(
@@ -439,13 +452,14 @@ def test_an_experiment_of_a_recipe_of_ones_own_has_its_runs(tmp_path):
     sweep = "recipe._target_=runs.Mine recipe.strength=1,2 seed=0"
     file.write_text(f"title: a\nsource: b\nsweep: {sweep}\nscales: {{smoke: model=mlp}}\n")
     found = experiment.load(str(file))
-    strengths = [run.plain["recipe"]["strength"] for run in experiment.configs(found, "smoke")]
+    strengths = [run.plain["recipe"]["strength"] for run in precheck.configs(found, "smoke")]
     assert strengths == [1, 2]
     with pytest.raises(ConfigError) as refused:
         experiments.sections([found], "smoke", ['output_dir="a b"'], {})
     command = re.search(r"finished; nmrun (.*) makes them$", str(refused.value))
     _, *words = shlex.split(command[1])  # -m
-    assert experiment.expand(words, True) == found.overrides("smoke", ['output_dir="a b"'])
+    (sweep,) = command_line.of_experiment(found, "smoke", ['output_dir="a b"'])
+    assert command_line.expand(words, True) == [command_line.own_recipe(sweep)]
 
 
 # --- from nothing to the table --------------------------------------------------------------------
@@ -479,7 +493,7 @@ def test_the_folders_are_those_that_the_table_looks_for(swept, monkeypatch):
     monkeypatch.chdir(swept)
     expected = {
         str(identity.run_folder(c))
-        for c in experiment.configs(experiment.load("own.yaml"), "smoke", ["trainer.threads=1"])
+        for c in precheck.configs(experiment.load("own.yaml"), "smoke", ["trainer.threads=1"])
     }
     assert {str(path.parent) for path in Path("outputs").rglob("result.json")} == expected
 
@@ -601,6 +615,6 @@ def smoke(name: str, folder: Path, nmrun_cli, *overrides: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_smoke(name, nmrun_cli, tmp_path_factory):
     """All in one folder, so that shared runs are made once."""
-    if "dataset=copy_reverse" in experiment.load(name).overrides("smoke")[0]:
+    if "dataset=copy_reverse" in command_line.of_experiment(experiment.load(name), "smoke")[0]:
         pytest.importorskip("fairseq")
     smoke(name, tmp_path_factory.getbasetemp() / "smokes", nmrun_cli)
