@@ -8,7 +8,7 @@ import functools
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -241,7 +241,7 @@ class _Sweep:
             heard = self.launcher != "basic"
             missing += _refused(said, heard) or _refused(_in_files(settings), heard)
             params = settings.sweeper.params
-            if multirun and isinstance(params, DictConfig):  # files may add to what is swept
+            if multirun and isinstance(params, Mapping):  # files may add to what is swept
                 swept = [command_line.parse(f"{key}={values}") for key, values in params.items()]
                 overrides = [*swept, *overrides]
         if self.launcher != "basic" and not multirun and not missing:

@@ -5,7 +5,6 @@ private parts: one module names them, and they are as it takes them to be.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import shlex
 from functools import partial
 from pathlib import Path
@@ -15,15 +14,13 @@ import pytest
 from hydra import compose
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import ConfigCompositionException, HydraException
-from omegaconf import DictConfig, OmegaConf
+from hydra.errors import HydraException
 from runs import TINY
 from verbs import python
 
 import nmrun
 from nmrun.lab.config import composition
-from nmrun.lab.config.composition import Cache, composed, composing, product, put
+from nmrun.lab.config.composition import Cache, composed, composing
 
 LINES = (
     "",
@@ -153,28 +150,6 @@ def test_one_module_imports_them():
         path.name for path in ROOT.rglob("*.py") if "from hydra._internal" in path.read_text()
     ]
     assert importing == ["composition.py"]
-
-
-def test_a_key_is_set_added_and_deleted():
-    config = OmegaConf.create({"a": {"b": 1, "c": 2}})
-    OmegaConf.set_struct(config, True)
-    assert isinstance(config, DictConfig)
-    for word in ("a.b=3", "+a.d=[4]", "~a.c", "++a.b=5"):
-        put(config, OverridesParser.create().parse_override(word))
-    assert config == {"a": {"b": 5, "d": [4]}}
-    for word in ("a.e=1", "+a.b=1", "~a.e"):
-        with pytest.raises(ConfigCompositionException):
-            put(config, OverridesParser.create().parse_override(word))
-
-
-def test_a_sweep_is_the_product_of_its_values():
-    axes = {"a": ["x", "y"], "b.c": ["1", "2", "3"], "d": ["z"]}
-    words = [f"{key}={','.join(values)}" for key, values in axes.items()]
-    jobs = product(OverridesParser.create().parse_overrides(words))
-    assert jobs == [
-        [f"{key}={value}" for key, value in zip(axes, job, strict=True)]
-        for job in itertools.product(*axes.values())
-    ]
 
 
 def test_a_folder_of_configs_goes_before_the_module(tmp_path):

@@ -120,7 +120,6 @@ def test_rows_and_columns_are_keys_of_the_runs(name, scale):
     for key in {*asked.rows.split(","), *asked.cols.split(",")} - {"metric", "dataset.task"}:
         assert any(label(config, key) != "-" for config in configs), key
     assert ("metric" in asked.cols.split(",")) or "," not in (asked.metric or "")
-    assert len({identity.run_folder(config) for config in configs}) == len(configs)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -488,16 +487,6 @@ def show(swept: Path, monkeypatch, capsys, *options: str) -> tuple[int, str, str
     return report.table([*words, *options]), *capsys.readouterr()
 
 
-@pytest.mark.slow
-def test_the_folders_are_those_that_the_table_looks_for(swept, monkeypatch):
-    monkeypatch.chdir(swept)
-    expected = {
-        str(identity.run_folder(c))
-        for c in precheck.configs(experiment.load("own.yaml"), "smoke", ["trainer.threads=1"])
-    }
-    assert {str(path.parent) for path in Path("outputs").rglob("result.json")} == expected
-
-
 def test_our_figures_and_the_papers(swept, monkeypatch, capsys):
     status, out, err = show(swept, monkeypatch, capsys)
     assert (status, err) == (0, "")
@@ -597,9 +586,16 @@ def test_make_takes_dashes_for_underscores():
     assert "nmrun table --experiment step_cifar10 --scale paper" in out
 
 
-def smoke(name: str, folder: Path, nmrun_cli, *overrides: str) -> None:
-    """From nothing to the table and its figures, as make does it."""
-    overrides = ("track=local", f"output_dir={folder}", *overrides)
+@pytest.mark.minutes
+@pytest.mark.parametrize("name", NAMES)
+def test_every_smoke(name, nmrun_cli, tmp_path_factory):
+    """From nothing to the table and its figures, as make does it; all in one folder, so that shared
+    runs are made once.
+    """
+    if "dataset=copy_reverse" in command_line.of_experiment(experiment.load(name), "smoke")[0]:
+        pytest.importorskip("fairseq")
+    folder = tmp_path_factory.getbasetemp() / "smokes"
+    overrides = ("track=local", f"output_dir={folder}")
     process = nmrun_cli("-m", f"experiment={name}", "scale=smoke", *overrides, timeout=3600)
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
     options = ("--experiment", name, "--scale", "smoke", "--figures", str(folder / "figures"))
@@ -609,12 +605,3 @@ def smoke(name: str, folder: Path, nmrun_cli, *overrides: str) -> None:
     assert "no value" not in table.stdout
     drawn = {path.name.split("-")[2] for path in (folder / "figures").glob(f"{name}-*")}
     assert drawn == {str(i + 1) for i in range(len(experiment.load(name).figures))}
-
-
-@pytest.mark.minutes
-@pytest.mark.parametrize("name", NAMES)
-def test_every_smoke(name, nmrun_cli, tmp_path_factory):
-    """All in one folder, so that shared runs are made once."""
-    if "dataset=copy_reverse" in command_line.of_experiment(experiment.load(name), "smoke")[0]:
-        pytest.importorskip("fairseq")
-    smoke(name, tmp_path_factory.getbasetemp() / "smokes", nmrun_cli)

@@ -24,7 +24,8 @@ COMPOSED: Cache = {}  # as the sweeps of one command line share them
         ("recipe=step sparsity=3:16 seed=4", []),
         ("-m recipe=asp,step seed=range(3) sparsity=2:4,dense", []),
         ("-m recipe=glob(*ste)", []),
-        ("-m recipe=step,spet seed=0,-1 trainer.epochs=0", ["recipe=spet: no such", "seed=-1: it takes", "trainer.epochs=0: it"]),
+        ("-m recipe=step,spet seed=0,-1 trainer.epochs=0 foo=1 sparsity=2:4,5:4",
+         ["recipe=spet: no such", "seed=-1: it takes", "trainer.epochs=0: it", "foo: no such key", "sparsity=5:4: "]),
     ],
 )  # fmt: skip
 def test_a_command_line(line, starts):
