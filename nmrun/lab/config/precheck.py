@@ -136,10 +136,6 @@ class Command:
         return self.jobs[0].config.output_dir
 
     @property
-    def queues(self) -> bool:
-        return self.known.queues
-
-    @property
     def detach(self) -> bool:
         return self.jobs[0].config.detach
 
@@ -161,7 +157,6 @@ def read(
 
     Raises ConfigError with all that is wrong, one line each.
     """
-    options.in_folder(config_dir)  # or there is no such folder
     cache = {} if cache is None else cache
     problems: list[str] = []
     if multirun and not all(sweeps):

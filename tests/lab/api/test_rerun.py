@@ -52,18 +52,13 @@ def seal(folder: Path, command: str, **changes: Any) -> None:
     "word",
     [
         "+hydra.callbacks.x={_target_: brought.build}",
-        "hydra.run.dir=/tmp",
         "hydra/launcher=joblib",
-        "++hydra.sweeper.x={_target_: brought.build}",
         "model._target_=brought.build",
-        "+recipe._target_=os.system",
         "+model={_target_: brought.build}",
         "model=${oc.create:\"{'_targ\\x65t_': brought.build}\"}",
         "+model@x=mlp",
         "experiment=brought.yaml",
         "--config-dir=.",
-        "-cd=.",
-        "-m",
     ],
 )
 def test_code_needs_consent(word, folder, capsys):

@@ -133,15 +133,6 @@ def test_a_cell_of_the_table_has_a_seed_once(name):
     assert len(set(cells)) == len(cells)
 
 
-def test_smokes_share_runs():
-    folders = [
-        {identity.run_folder(config) for config in configs_of(name, "smoke")}
-        for name in ("step_cifar10", "step_cifar100", "s_ste_deit")
-    ]
-    assert folders[0] == folders[1]
-    assert not folders[0] & folders[2]
-
-
 def test_a_sweep_for_each_scale(tmp_path):
     each = OWN.replace("sweep: [", "sweep: {smoke: recipe=ste seed=0, small: [")
     each = each.replace('2:4 seed=0"]', '2:4 seed=0"]}')

@@ -98,6 +98,8 @@ def test_the_order_of_overrides_counts():
     ("key", "one", "other"),
     [
         ("optimizer.betas", [0, 0.5], [0.0, 0.5]),
+        ("optimizer.lr", 1, 1.0),
+        ("recipe.decay", 0, 0.0),
         ("trainer.clip", 1, 1.0),
         ("trainer.mvue", "2:4", "2of4"),
         ("trainer.budget", "flops:1e9", "flops:1000000000"),
