@@ -28,12 +28,7 @@ from omegaconf import DictConfig
 
 from nmrun.errors import ConfigError, RunError, first_line, leads, refuse, tell
 from nmrun.lab import output
-from nmrun.lab.config import (
-    command_line,
-    composition,
-    precheck,
-    schema,
-)
+from nmrun.lab.config import command_line, composition, precheck, schema
 from nmrun.lab.config.composition import BasicSweeper, plain_errors, without_others_configs
 from nmrun.lab.config.identity import changed, run_folder, title
 from nmrun.lab.config.precheck import Command, Job

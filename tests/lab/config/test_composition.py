@@ -44,7 +44,6 @@ def compositions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("line", LINES)
 def test_values_on_a_config_of_before_are_what_hydra_composes(line, compositions):
-    composition.register()
     cache: Cache = {}
     words = shlex.split(line)
     with composing():
@@ -54,7 +53,6 @@ def test_values_on_a_config_of_before_are_what_hydra_composes(line, compositions
 
 
 def test_all_recipes_and_ratios_are_composed_once(compositions):
-    composition.register()
     cache: Cache = {}
     with composing():
         for recipe in ("ste", "s_ste", "sr_ste recipe.decay=0.5", "dense"):
@@ -65,7 +63,6 @@ def test_all_recipes_and_ratios_are_composed_once(compositions):
 
 
 def test_an_overlay_of_ones_own_wins_over_the_recipe(tmp_path):
-    composition.register()
     (tmp_path / "debug").mkdir()
     (tmp_path / "debug" / "mine.yaml").write_text("# @package _global_\nrecipe: {decay: 0.5}\n")
     path = f"hydra.searchpath=[file://{tmp_path}]"
@@ -78,7 +75,6 @@ def test_an_overlay_of_ones_own_wins_over_the_recipe(tmp_path):
 
 
 def test_what_hydra_refuses_is_refused_as_ever():
-    composition.register()
     with composing():
         for word in (
             *("nonsense=1", "recipe=nonsense", "+recipe=ste", "recipe=ste,asp"),
@@ -105,7 +101,6 @@ ConfigStore.instance().store("adam", Adam, "optimizer")
 
 
 def test_a_schema_of_somebody_elses(monkeypatch):
-    composition.register()
     store = ConfigStore.instance()
     monkeypatch.setattr(store, "repo", dict(store.repo))
     exec(compile(STORES, "stores", "exec", dont_inherit=True), {"__name__": __name__})

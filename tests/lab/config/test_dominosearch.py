@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from nmrun.lab.config import composition, experiment, precheck
+from nmrun.lab.config import experiment, precheck
 from nmrun.lab.train.build import build
 
-composition.register()
 # inputs-outputs-kernel:N of NM-sparsity/DominoSearch, schemes/resnet50_M16_0.80.txt, in its order
 PUBLISHED = """
 3-64-7:16 64-64-1:16 64-64-3:4 64-256-1:8 64-256-1:8 256-64-1:8 64-64-3:4 64-256-1:8 256-64-1:8

@@ -22,7 +22,6 @@ from verbs import verb
 from nmrun.errors import ConfigError
 from nmrun.lab.config import (
     command_line,
-    composition,
     experiment,
     identity,
     precheck,
@@ -38,7 +37,6 @@ from nmrun.lab.sweeps import jobs
 from nmrun.lab.train.optimizers import scheduled
 from nmrun.recipes import RECIPES
 
-composition.register()
 COMPOSED: Cache = {}  # as the sweeps of one command line share them
 NAMES = experiment.names()
 EMBEDDED = (

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import pytest
-from hydra import compose, initialize_config_module
+from hydra import compose
 from omegaconf import OmegaConf
 
 import nmrun
 from nmrun.errors import ConfigError
-from nmrun.lab.config import composition, schema
+from nmrun.lab.config import schema
+from nmrun.lab.config.composition import composing
 from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import Context, Digits, OwnDataset
 from nmrun.lab.keys.groups import AdamKeys, Trainer
@@ -25,7 +26,6 @@ from nmrun.lab.keys.models import OwnModel
 from nmrun.patterns import written
 from nmrun.ranges import number, whole
 
-composition.register()
 NO_NUMBER, NO_SHARE = (
     [-1, "one", None, True, float("nan"), float("inf"), [1]],
     [-0.1, 1.0, 2, "half", None, False, float("nan")],
@@ -139,7 +139,7 @@ EACH = [(options, key) for options, keys in VALUES.items() for key in keys]
 
 @functools.cache
 def composed(*options: str) -> dict[str, Any]:
-    with initialize_config_module("nmrun.conf", version_base="1.3"):
+    with composing():
         return schema.resolve(compose("nmrun", ["recipe=step", *options]))
 
 
@@ -156,7 +156,7 @@ def changed(options: str, **values: Any) -> dict[str, Any]:
 
 def test_the_command_and_the_library_have_the_same_defaults():
     """Recipe, pattern, and the layers that stay dense."""
-    with initialize_config_module("nmrun.conf", version_base="1.3"):
+    with composing():
         plain = schema.check(compose("nmrun", ["+model._target_=mine.build"])).plain
     default = {name: p.default for name, p in inspect.signature(nmrun.sparsify).parameters.items()}
     assert plain["recipe"]["name"] == default["recipe"]
