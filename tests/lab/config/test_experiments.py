@@ -12,11 +12,13 @@ import re
 import shlex
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from errors import one_line
 from runs import result_of
+from torch import nn
 from verbs import verb
 
 from nmrun.errors import ConfigError
@@ -34,6 +36,7 @@ from nmrun.lab.render import cli as report
 from nmrun.lab.render import experiments
 from nmrun.lab.runs.run_folder import weights_in
 from nmrun.lab.sweeps import jobs
+from nmrun.lab.train.build import build
 from nmrun.lab.train.optimizers import scheduled
 from nmrun.recipes import RECIPES
 
@@ -275,6 +278,45 @@ def test_settings_at_paper_scale_are_those_of_the_authors_code(name, settings):
     for config in configs_of(name, "paper"):
         flat = flatten(config.plain)
         assert {key: flat[key] for key in settings} == settings
+
+
+# inputs-outputs-kernel:N of NM-sparsity/DominoSearch, schemes/resnet50_M16_0.80.txt, in its order
+PUBLISHED_RATIOS = """
+3-64-7:16 64-64-1:16 64-64-3:4 64-256-1:8 64-256-1:8 256-64-1:8 64-64-3:4 64-256-1:8 256-64-1:8
+64-64-3:4 64-256-1:8 256-128-1:8 128-128-3:2 128-512-1:8 256-512-1:4 512-128-1:8 128-128-3:4
+128-512-1:8 512-128-1:8 128-128-3:4 128-512-1:8 512-128-1:8 128-128-3:2 128-512-1:8 512-256-1:4
+256-256-3:2 256-1024-1:4 512-1024-1:4 1024-256-1:4 256-256-3:2 256-1024-1:4 1024-256-1:4
+256-256-3:2 256-1024-1:4 1024-256-1:4 256-256-3:2 256-1024-1:4 1024-256-1:4 256-256-3:2
+256-1024-1:4 1024-256-1:4 256-256-3:2 256-1024-1:4 1024-512-1:4 512-512-3:2 512-2048-1:4
+1024-2048-1:2 2048-512-1:4 512-512-3:2 512-2048-1:4 2048-512-1:4 512-512-3:2 512-2048-1:4
+2048-1000-1:4
+"""
+
+
+def test_each_layer_has_the_ratio_that_dominosearch_publishes():
+    config = configs_of("step_dominosearch", "smoke")[1]
+    assert config.recipe.name == "sr_ste"
+    trainer = {**config.plain["trainer"], "acceleration": "off"}  # no products are timed
+    parts = build(replace(config, plain={**config.plain, "trainer": trainer}))
+    ratios = {weight.name: weight.pattern for weight in parts.handle.sparse}
+    modules = parts.model.named_modules()
+    layers = [(name, m) for name, m in modules if isinstance(m, nn.Conv2d | nn.Linear)]
+    nonzeros = whole = 0
+    for (name, module), published in zip(layers, PUBLISHED_RATIOS.split(), strict=True):
+        inputs, outputs, kernel, n = map(int, re.split("[-:]", published))
+        shape = tuple(module.weight.shape)
+        if name == "conv1":  # the digits are grey
+            assert n == 16
+        elif name == "fc":  # and of ten classes
+            assert (shape[1], n) == (inputs, 4)
+        else:
+            assert shape == (outputs, inputs, kernel, kernel), name
+        pattern = ratios.get(f"{name}.weight")
+        assert (pattern.n if pattern else 16) == n, name
+        assert pattern is None or pattern.m == 16
+        whole += inputs * outputs * kernel**2
+        nonzeros += inputs * outputs * kernel**2 * n / 16
+    assert 0.19 < nonzeros / whole < 0.2
 
 
 def test_asp_on_imagenet_trains_twice():
