@@ -231,11 +231,11 @@ class _Sweep:
         if settings is not None:
             if multirun:  # files may choose the launcher too
                 self.launcher = str(settings.runtime.choices[LAUNCHER])
-                self.known = launcher_of(settings.launcher._target_)
+                self.known = launcher_of(OmegaConf.select(settings, "launcher._target_"))
                 missing += _not_here(self.launcher, loader)
             heard = self.launcher != "basic"
             missing += _refused(said, heard) or _refused(_in_files(settings), heard)
-            params = settings.sweeper.params
+            params = OmegaConf.select(settings, "sweeper.params")
             if multirun and isinstance(params, Mapping):  # files may add to what is swept
                 swept = [command_line.parse(f"{key}={values}") for key, values in params.items()]
                 overrides = [*swept, *overrides]
@@ -421,9 +421,9 @@ def _settings(overrides: Sequence[Override]) -> DictConfig | None:
 def _in_files(settings: DictConfig) -> Iterator[tuple[str, str, Any]]:
     """What differs from Hydra's settings of every command. It stands in files, where no word says
     it."""
-    usual = _usual()
-    for key, value in _by_key(settings).items():
-        if key not in usual or usual[key] != value:
+    usual, here = _usual(), _by_key(settings)
+    for key in {**usual, **here}:
+        if usual.get(key) != (value := here.get(key)):
             yield f"{key} in a file of yours", key, value
 
 
@@ -435,7 +435,7 @@ def _usual() -> dict[str, Any]:
 
 def _by_key(settings: DictConfig) -> dict[str, Any]:
     plain: Any = OmegaConf.to_container(settings, resolve=False)
-    parts = {part: plain.pop(part) for part in PARTS}
+    parts = {part: plain.pop(part, None) or {} for part in PARTS}
     flat = plain | {f"{part}.{key}": parts[part][key] for part in parts for key in parts[part]}
     return {f"hydra.{key}": value for key, value in flat.items() if key not in OF_COMMAND}
 

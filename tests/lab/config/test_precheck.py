@@ -174,6 +174,7 @@ DEFAULTS = GLOBAL + "defaults: [override /hydra/{}]\n"
     ("job.chdir", GLOBAL + "hydra: {job: {chdir: true}}", "it takes false; runs go to output_dir"),
     ("mode", GLOBAL + "hydra: {mode: MULTIRUN}", "nmrun -m is what makes a sweep"),
     ("sweeper._target_", DEFAULTS.format("sweeper: basic"), "nmrun -m has a sweeper"),
+    ("sweeper._target_", GLOBAL + "hydra: {sweeper: null}", "nmrun -m has a sweeper"),
     ("sweeper.params", GLOBAL + "hydra: {sweeper: {params: 3}}", "it takes values by key"),
 ])  # fmt: skip
 def test_what_a_file_says_to_hydra_is_refused_as_the_same_words_are(key, text, how, tmp_path):
