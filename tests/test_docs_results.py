@@ -24,7 +24,7 @@ from scipy import stats
 from verbs import verb
 
 import nmrun
-from nmrun.lab.config import experiment
+from nmrun.lab.config import experiment, precheck
 from nmrun.lab.config.identity import identity
 from nmrun.lab.config.reference import ADVICE
 from nmrun.lab.keys.config import Config
@@ -72,7 +72,7 @@ def test_the_commands_of_a_page_make_its_runs(page):
     for command in REPEATED.findall(text):
         name, scale, *changes = shlex.split(command)
         every = experiment.load(name.removeprefix("experiment="))
-        configs = experiment.configs(every, scale.removeprefix("scale="), changes)
+        configs = precheck.configs(every, scale.removeprefix("scale="), changes)
         jobs |= {identity(config): config for config in configs}
     texts = {config.plain["dataset"].get("sha256") for config in jobs.values()}
     files = re.findall(r"\]\((\w+\.csv)\)", text)

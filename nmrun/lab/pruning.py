@@ -20,27 +20,14 @@ from omegaconf import OmegaConf
 from nmrun import oneshot
 from nmrun.errors import ConfigError, RunError, raise_all, refused
 from nmrun.lab import arguments, output
-from nmrun.lab.config import (
-    command_line,
-    composition,
-    precheck,
-    schema,
-    sources,
-    suggestions,
-)
+from nmrun.lab.config import command_line, precheck, schema, sources, suggestions
 from nmrun.lab.config.identity import changed, identity, run_folder, title
 from nmrun.lab.keys import options as options_of
 from nmrun.lab.keys.config import Config, flatten
 from nmrun.lab.keys.groups import Run
 from nmrun.lab.keys.models import OwnModel, Timm
 from nmrun.lab.runs import locks
-from nmrun.lab.runs.run_folder import (
-    FINAL,
-    RunFolder,
-    activations_of,
-    make_folder,
-    remove_empty,
-)
+from nmrun.lab.runs.run_folder import FINAL, RunFolder, activations_of, make_folder, remove_empty
 from nmrun.patterns import Pattern, PatternError
 from nmrun.ranges import check_values, whole
 
@@ -51,8 +38,6 @@ if TYPE_CHECKING:
 
 SAMPLES = 128  # as in the papers
 DEFAULT = "sparsegpt"
-
-composition.register()
 
 
 def main(argv: Sequence[str]) -> int:

@@ -125,9 +125,10 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
         RunError: where no run has a result.
     """
     typed, config_dir = parse(overrides, {}, multirun=True)
-    for word in filter(command_line.is_hydras, map(command_line.spelt_out, typed)):
-        raise ConfigError(f"{word}: Hydra's launchers are for the command line, nmrun -m")
     asked = jobs.checked(typed, multirun=True, config_dir=config_dir)
+    if asked.launcher != "basic":
+        line = f"launcher={asked.launcher}: Hydra's launchers are for the command line, nmrun -m"
+        raise ConfigError(line)
     command = command_line.typed(config_dir, ["-m", *typed])
     folders: list[Path] = []
     with recorded(asked, command) as folder:

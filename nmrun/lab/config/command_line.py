@@ -1,11 +1,15 @@
-"""The words of a command line: Hydra's own options, and overrides with their values."""
+"""The words of a command line: overrides with their values, and the words that stand for others:
+``experiment=NAME scale=SCALE``, ``zip=KEY,KEY`` and ``launcher=NAME``.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +26,13 @@ from hydra.core.override_parser.types import (
 )
 from hydra.errors import HydraException
 
-from nmrun.errors import ConfigError
-from nmrun.lab.config import suggestions
+from nmrun.errors import ConfigError, raise_all
+from nmrun.lab.config import experiment, suggestions
 from nmrun.lab.config.suggestions import RATIOS
 from nmrun.lab.keys import options as groups
 from nmrun.ranges import plain
 from nmrun.recipes import installed
+from nmrun.registry import choose, did_you_mean
 
 # texts that Hydra reads without quotes; of letters it takes those of ASCII
 PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.-]*")
@@ -213,3 +218,124 @@ def unescaped(word: str) -> str:
 def is_hydras(word: str) -> bool:
     """Whether an override is for Hydra itself (``hydra/launcher=joblib``)."""
     return word.lstrip("+~").startswith("hydra")
+
+
+# --- words that stand for others --------------------------------------------------------------------
+
+
+def expand(words: Sequence[str], multirun: bool, config_dir: str | None = None) -> list[list[str]]:
+    """The overrides of each sweep, with those that ``experiment``, ``scale``, ``zip`` and
+    ``launcher`` stand for, and a recipe of the user's own (:func:`own_recipe`).
+
+    ``experiment`` takes several names with commas between, or ``all``; ``scale`` is ``small`` by
+    default. Those of the user's own in ``config_dir`` are left as they are. Raises ConfigError for
+    an unknown one, for keys that cannot be zipped, and without ``-m``.
+    """
+    words = list(map(spelt_out, words))
+    values = {key(word): word.partition("=")[2] for word in words}
+    scale = values.get("scale", "small")
+    chosen = values["experiment"].split(",") if "experiment" in values else []
+    of_folder = groups.in_folder(config_dir).get("experiment", ()) if chosen else ()
+    own = {file.stem for file in of_folder}
+    others = [name for name in chosen if name not in own]
+    problems, asked = list[str](), f"experiment={values.get('experiment')}"
+    if "zip" in values and not multirun:
+        problems.append(f"zip={values['zip']}: several values make a sweep; add -m")
+    if "scale" in values and not chosen:
+        how = "of which experiment? Add experiment=NAME (nmrun help experiment lists all)"
+        problems.append(f"scale={scale}: {how}")
+    if 0 < len(others) < len(chosen):
+        here = ", ".join(sorted({*chosen} & own))
+        theirs = f"{here} of --config-dir, {', '.join(others)} not"
+        problems.append(f"{asked}: {theirs}; give two commands")
+    raise_all(problems)
+    if others:
+        changes = [word for word in words if key(word) not in ("experiment", "scale")]
+        every = [
+            of_experiment(each, scale, changes)
+            for each in experiment.selection(values["experiment"])
+        ]
+        raise_all([] if multirun else [f"{asked} is a sweep: add -m"])
+        sweeps = list(itertools.chain(*every))
+    else:
+        sweeps = _rows([w.lstrip("+") if key(w) == "experiment" else w for w in words])
+    return [own_recipe(each, config_dir) for each in sweeps]
+
+
+def of_experiment(
+    asked: experiment.Experiment, scale: str, changes: Sequence[str] = ()
+) -> list[list[str]]:
+    """The overrides of each sweep of an experiment, with ``zip=`` replaced. A scale's win over a
+    sweep's for the same key, and ``changes`` over both.
+
+    Raises ConfigError for a scale that does not exist, and for keys that cannot be zipped.
+    """
+    choose("scale", scale, asked.scales)
+    sweeps = []
+    for sweep in asked.sweeps[scale]:
+        words = [*shlex.split(sweep), *shlex.split(asked.scales[scale]), *changes]
+        last = {word if key(word) == "zip" else key(word): word for word in words}
+        sweeps += _rows(list(last.values()))
+    return sweeps
+
+
+def _rows(words: Sequence[str]) -> list[list[str]]:
+    """One sweep for each row of the values of the keys of ``zip=KEY,KEY``.
+
+    The rows of several ``zip=`` words are combined with each other, and with all other swept keys.
+    Raises ConfigError for keys that are not swept, are zipped twice, or have different numbers of
+    values.
+    """
+    others = [word for word in words if key(word) != "zip"]
+    zips = [word for word in words if key(word) == "zip"]
+    if not zips:
+        return [others]
+    written = {key(word): word for word in others}
+    keys = [zipped.partition("=")[2].split(",") for zipped in zips]
+    problems = [
+        f"zip: {name} is zipped twice"
+        for name, n in Counter(itertools.chain(*keys)).items()
+        if n > 1
+    ]
+    axes: list[list[dict[str, str]]] = []  # the rows of each
+    for zipped, names in zip(zips, keys, strict=True):
+        if len(names) < 2:
+            problems.append(
+                f"{zipped}: it takes two keys or more, such as zip=sparsity,optimizer.lr"
+            )
+            continue
+        try:
+            columns = [_listed(written[name]) if name in written else [] for name in names]
+        except HydraException:  # precheck reports words that cannot be read
+            return [others]
+        counts = dict(zip(names, map(len, columns), strict=True))
+        problems += [
+            f"{zipped}: {name} has no list of values here, as in {name}=a,b"
+            f"{'' if name in written else did_you_mean(name, written)}"
+            for name, count in counts.items()
+            if count < 2
+        ]
+        if min(counts.values()) > 1 and len({*counts.values()}) > 1:
+            have = ", ".join(f"{name} {count}" for name, count in counts.items())
+            problems.append(f"{zipped}: these keys must have as many values each, and have: {have}")
+        axes.append([dict(zip(names, row, strict=True)) for row in zip(*columns, strict=False)])
+    raise_all(problems)
+    sweeps = []
+    for choice in itertools.product(*axes):
+        row = {name: value for part in choice for name, value in part.items()}
+        sweeps.append(
+            [
+                unescaped(f"{word.partition('=')[0]}={row[key(word)]}")
+                if key(word) in row
+                else word
+                for word in others
+            ]
+        )
+    return sweeps
+
+
+def _listed(word: str) -> list[str]:
+    """The values that an override lists; none for one value, an interval or a glob."""
+    override = parse(word)
+    listed = override.is_discrete_sweep() and not isinstance(override.value(), Glob)
+    return list(override.sweep_string_iterator()) if listed else []

@@ -198,6 +198,7 @@ def composing(config_dir: str | None = None) -> Iterator[None]:
     register()
     search_path = create_config_search_path("pkg://nmrun.conf")
     if config_dir is not None:
+        groups.in_folder(config_dir)  # or there is no such folder
         place = f"file://{Path(config_dir).absolute()}"
         search_path.prepend("command-line", place, SearchPathQuery(provider="schema"))
     before, base = GlobalHydra.instance().hydra, version.getbase()

@@ -1,35 +1,24 @@
-"""The words of a sweep that stand for others: ``experiment=NAME scale=SCALE``, ``zip=KEY,KEY``
-and ``launcher=NAME``.
+"""Experiments: a table or figure of a paper as one file, ``conf/experiment/<name>.yaml``.
 
-An experiment is a table or figure of a paper as one file, ``conf/experiment/<name>.yaml``. Its
-overrides replace the word before Hydra reads it. So its runs are the same, in the same folders, as
-those of overrides that were written by hand. An experiment of the user's own in ``--config-dir`` is
-another thing: Hydra composes it, as any group.
+Its overrides replace the word ``experiment=NAME`` before Hydra reads it. So its runs are the same,
+in the same folders, as those of overrides that were written by hand. An experiment of the user's
+own in ``--config-dir`` is another thing: Hydra composes it, as any group.
 """
 
 from __future__ import annotations
 
-import itertools
 import shlex
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import Glob
-from hydra.errors import HydraException
-
-from nmrun.errors import ConfigError, raise_all, refused
-from nmrun.lab.config import command_line, precheck
-from nmrun.lab.config.composition import Cache
-from nmrun.lab.config.identity import run_folder
+from nmrun.errors import ConfigError, refused
 from nmrun.lab.keys import options
-from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import documents
 from nmrun.ranges import OPTIONAL_TEXT, TEXT, Check
-from nmrun.registry import choose, did_you_mean, no_such
+from nmrun.registry import did_you_mean, no_such
 
 SCALES = ("smoke", "small", "paper")
 FIGURES = ("ratio", "curves", "flops")
@@ -99,23 +88,6 @@ class Experiment:
     @property
     def name(self) -> str:
         return Path(self.word).name.removesuffix(".yaml")
-
-    def overrides(self, scale: str, changes: Sequence[str] = ()) -> list[list[str]]:
-        """The overrides of each sweep, with ``zip=`` replaced. A scale's win over a sweep's for the
-        same key, and ``changes`` over both.
-
-        Raises ConfigError for a scale that does not exist, and for keys that cannot be zipped.
-        """
-        choose("scale", scale, self.scales)
-        sweeps = []
-        for sweep in self.sweeps[scale]:
-            words = [*shlex.split(sweep), *shlex.split(self.scales[scale]), *changes]
-            last = {
-                word if command_line.key(word) == "zip" else command_line.key(word): word
-                for word in words
-            }
-            sweeps += rows(list(last.values()))
-        return sweeps
 
 
 def names() -> list[str]:
@@ -188,117 +160,3 @@ def _known(what: str, names: Iterable[Any], known: Collection[str]) -> None:
     for name in map(str, names):
         if name not in known:
             raise ValueError(f"{name}: {no_such(what, name, known)}")
-
-
-def own(config_dir: str | None) -> list[str]:
-    """The names of the experiments in a folder of the user's own, which Hydra composes."""
-    return [file.stem for file in options.in_folder(config_dir).get("experiment", ())]
-
-
-def expand(words: Sequence[str], multirun: bool, config_dir: str | None = None) -> list[list[str]]:
-    """The overrides of each sweep, with those that ``experiment``, ``scale``, ``zip`` and
-    ``launcher`` stand for.
-
-    ``experiment`` takes several names with commas between, or ``all``; ``scale`` is ``small`` by
-    default. Those of the user's own in ``config_dir`` are left as they are. Raises ConfigError for
-    an unknown one, for keys that cannot be zipped, and without ``-m``.
-    """
-    words = list(map(command_line.spelt_out, words))
-    values = {command_line.key(word): word.partition("=")[2] for word in words}
-    scale, chosen = values.get("scale", "small"), values.get("experiment", "").split(",")
-    here = {*chosen} & {*own(config_dir)} if "experiment" in values else set()
-    others = [name for name in chosen if name not in here]
-    problems, asked = list[str](), f"experiment={values.get('experiment')}"
-    if "zip" in values and not multirun:
-        problems.append(f"zip={values['zip']}: several values make a sweep; add -m")
-    if "scale" in values and "experiment" not in values:
-        how = "of which experiment? Add experiment=NAME (nmrun help experiment lists all)"
-        problems.append(f"scale={scale}: {how}")
-    if here and others:
-        theirs = f"{', '.join(sorted(here))} of --config-dir, {', '.join(others)} not"
-        problems.append(f"{asked}: {theirs}; give two commands")
-    raise_all(problems)
-    if here:
-        return rows([w.lstrip("+") if command_line.key(w) == "experiment" else w for w in words])
-    if "experiment" not in values:
-        return rows(words)
-    changes = [word for word in words if command_line.key(word) not in ("experiment", "scale")]
-    every = [each.overrides(scale, changes) for each in selection(values["experiment"])]
-    raise_all([] if multirun else [f"{asked} is a sweep: add -m"])
-    return list(itertools.chain(*every))
-
-
-def rows(words: Sequence[str]) -> list[list[str]]:
-    """One sweep for each row of the values of the keys of ``zip=KEY,KEY``.
-
-    The rows of several ``zip=`` words are combined with each other, and with all other swept keys.
-    Raises ConfigError for keys that are not swept, are zipped twice, or have different numbers of
-    values.
-    """
-    others = [word for word in words if command_line.key(word) != "zip"]
-    zips = [word for word in words if command_line.key(word) == "zip"]
-    if not zips:
-        return [others]
-    written = {command_line.key(word): word for word in others}
-    keys = [zipped.partition("=")[2].split(",") for zipped in zips]
-    problems = [
-        f"zip: {key} is zipped twice" for key, n in Counter(itertools.chain(*keys)).items() if n > 1
-    ]
-    axes: list[list[dict[str, str]]] = []  # the rows of each
-    for zipped, names in zip(zips, keys, strict=True):
-        if len(names) < 2:
-            problems.append(
-                f"{zipped}: it takes two keys or more, such as zip=sparsity,optimizer.lr"
-            )
-            continue
-        try:
-            columns = [_values(written[key]) if key in written else [] for key in names]
-        except HydraException:  # precheck reports words that cannot be read
-            return [others]
-        counts = dict(zip(names, map(len, columns), strict=True))
-        problems += [
-            f"{zipped}: {key} has no list of values here, as in {key}=a,b"
-            f"{'' if key in written else did_you_mean(key, written)}"
-            for key, count in counts.items()
-            if count < 2
-        ]
-        if min(counts.values()) > 1 and len({*counts.values()}) > 1:
-            have = ", ".join(f"{key} {count}" for key, count in counts.items())
-            problems.append(f"{zipped}: these keys must have as many values each, and have: {have}")
-        axes.append([dict(zip(names, row, strict=True)) for row in zip(*columns, strict=False)])
-    raise_all(problems)
-    sweeps = []
-    for choice in itertools.product(*axes):
-        row = {key: value for part in choice for key, value in part.items()}
-        sweep = [(word, row.get(command_line.key(word))) for word in others]
-        sweeps.append(
-            [
-                word
-                if value is None
-                else command_line.unescaped(f"{word.partition('=')[0]}={value}")
-                for word, value in sweep
-            ]
-        )
-    return sweeps
-
-
-def _values(word: str) -> list[str]:
-    """The values that an override lists; none for one value, an interval or a glob."""
-    override = command_line.parse(word)
-    listed = override.is_discrete_sweep() and not isinstance(override.value(), Glob)
-    return list(override.sweep_string_iterator()) if listed else []
-
-
-def configs(
-    experiment: Experiment, scale: str, changes: Sequence[str] = (), cache: Cache | None = None
-) -> list[Config]:
-    """The checked configs of an experiment's runs, each once. ``changes`` are overrides that win
-    over its own."""
-    by_folder: dict[str, Config] = {}
-    sweeps = [
-        [word for word in command_line.own_recipe(words) if not command_line.is_hydras(word)]
-        for words in experiment.overrides(scale, changes)
-    ]
-    for _, config in precheck.read(sweeps, multirun=True, cache=cache, to_run=False).jobs:
-        by_folder.setdefault(str(run_folder(config)), config)
-    return list(by_folder.values())

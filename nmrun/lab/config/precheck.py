@@ -4,11 +4,11 @@ mistake gets one line, no traceback.
 
 from __future__ import annotations
 
-import itertools
+import functools
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,6 +27,8 @@ from nmrun.errors import ConfigError, extra, raise_all
 from nmrun.lab.config import command_line, composition, schema, suggestions
 from nmrun.lab.config.command_line import LAUNCHER
 from nmrun.lab.config.composition import Cache, composing, of_groups, plain_errors
+from nmrun.lab.config.experiment import Experiment
+from nmrun.lab.config.identity import run_folder
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config, flatten
 from nmrun.lab.keys.options import NAMED, RATIO
@@ -49,14 +51,19 @@ HYDRAS = {
 }
 # those that would do nothing here
 REFUSED = {
-    "hydra/sweeper": "nmrun -m has a sweeper of its own; nmrun tune searches settings",
-    "hydra.run.dir": "runs go to output_dir=...; leave it out",
-    "hydra.sweep.dir": "runs go to output_dir=...; leave it out",
+    **dict.fromkeys(
+        ("hydra/sweeper", "hydra.sweeper._target_"),
+        "nmrun -m has a sweeper of its own; nmrun tune searches settings",
+    ),
+    **dict.fromkeys(
+        ("hydra.run.dir", "hydra.sweep.dir"), "runs go to output_dir=...; leave it out"
+    ),
     "hydra.mode": "nmrun -m is what makes a sweep; leave it out",
 }
 OF_SWEEPS = ("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
-# of the others those by which a file has Hydra do something around each job that it launches
-AROUND = ("job.env_set", "callbacks")
+# of Hydra's settings those with keys of their own, and those that follow from the command
+PARTS = ("job", "run", "sweep", "launcher", "sweeper")
+OF_COMMAND = {"runtime", "overrides", "job.override_dirname"}
 
 
 @dataclass(frozen=True)
@@ -129,10 +136,6 @@ class Command:
         return self.jobs[0].config.output_dir
 
     @property
-    def queues(self) -> bool:
-        return self.known.queues
-
-    @property
     def detach(self) -> bool:
         return self.jobs[0].config.detach
 
@@ -154,16 +157,16 @@ def read(
 
     Raises ConfigError with all that is wrong, one line each.
     """
-    options.in_folder(config_dir)  # or there is no such folder
     cache = {} if cache is None else cache
     problems: list[str] = []
     if multirun and not all(sweeps):
         problems.append("-m: it takes several values of a key, as in nmrun -m seed=0,1,2")
-    if len({tuple(filter(command_line.is_hydras, words)) for words in sweeps}) > 1:
+    said = {tuple(filter(command_line.is_hydras, words)) for words in sweeps}
+    if len(said) > 1:
         line = "the sweeps of an experiment differ in words for Hydra: they have one launcher"
         problems.append(line)
     jobs: dict[tuple[str, ...], Job] = {}
-    launcher, hydras, known = "basic", by_hydra(sweeps, config_dir), LAUNCHERS["basic"]
+    launcher, hydras, known = "basic", any(said) or _speak_of_hydra(config_dir), LAUNCHERS["basic"]
     with composing(config_dir):
         for words in sweeps:
             try:
@@ -184,17 +187,28 @@ def read(
     return Command(list(sweeps), list(jobs.values()), launcher, known)
 
 
-def by_hydra(sweeps: Sequence[Sequence[str]], config_dir: str | None) -> bool:
-    """Whether overrides say something to Hydra, or a file of a folder of configs speaks of it, by any
-    word: of its launcher, or of more values to sweep."""
-    if any(map(command_line.is_hydras, itertools.chain(*sweeps))):
-        return True
+def _speak_of_hydra(config_dir: str | None) -> bool:
+    """Whether the files of a folder of configs speak of Hydra, by any word: of its launcher, or of more
+    values to sweep."""
     if config_dir is None:
         return False
     files = [file for file in Path(config_dir).rglob("*.yaml") if os.access(file, os.R_OK)]
     return (Path(config_dir) / "hydra").is_dir() or any(
         "hydra" in file.read_text(errors="replace") for file in files if file.is_file()
     )
+
+
+def configs(
+    experiment: Experiment, scale: str, changes: Sequence[str] = (), cache: Cache | None = None
+) -> list[Config]:
+    """The checked configs of an experiment's runs, each once. ``changes`` are overrides that win
+    over its own."""
+    sweeps = [
+        [word for word in command_line.own_recipe(words) if not command_line.is_hydras(word)]
+        for words in command_line.of_experiment(experiment, scale, changes)
+    ]
+    jobs = read(sweeps, multirun=True, cache=cache, to_run=False).jobs
+    return list({run_folder(config): config for _, config in jobs}.values())
 
 
 class _Sweep:
@@ -210,18 +224,21 @@ class _Sweep:
         loader = GlobalHydra.instance().config_loader()
         named = [str(o.value()) for o in overrides if o.key_or_group == LAUNCHER]
         self.launcher = named[-1] if named else "basic"
-        self.known, missing = LAUNCHERS.get(self.launcher, OTHER), _refused(overrides)
-        missing += _not_here(self.launcher, loader)
-        said = _said(overrides) if hydras and not missing and not unreadable else None
-        if said is not None:
-            settings, swept = said
-            if multirun:  # files may choose the launcher too, and add to what is swept
+        self.known = LAUNCHERS.get(self.launcher, OTHER)
+        said = [(str(o.input_line), o.key_or_group, o.value()) for o in overrides]
+        missing = _refused(said, heard=True) + _not_here(self.launcher, loader)
+        settings = _settings(overrides) if hydras and not missing and not unreadable else None
+        if settings is not None:
+            if multirun:  # files may choose the launcher too
                 self.launcher = str(settings.runtime.choices[LAUNCHER])
-                self.known = launcher_of(settings.launcher._target_)
-                overrides = [*swept, *overrides]
+                self.known = launcher_of(OmegaConf.select(settings, "launcher._target_"))
                 missing += _not_here(self.launcher, loader)
-            if self.launcher == "basic":
-                missing += _unheard(overrides, settings)
+            heard = self.launcher != "basic"
+            missing += _refused(said, heard) or _refused(_in_files(settings), heard)
+            params = OmegaConf.select(settings, "sweeper.params")
+            if multirun and isinstance(params, Mapping):  # files may add to what is swept
+                swept = [command_line.parse(f"{key}={values}") for key, values in params.items()]
+                overrides = [*swept, *overrides]
         if self.launcher != "basic" and not multirun and not missing:
             missing.append(f"launcher={self.launcher}: launchers are for sweeps; add -m")
         for override in overrides:
@@ -375,37 +392,52 @@ def _wrong_option(group: str, option: str, options: list[str]) -> str | None:
     return suggestions.option(group, option, options)
 
 
-def _refused(overrides: Sequence[Override]) -> list[str]:
-    """A line for each word to Hydra that would do nothing here, or fail later."""
+def _refused(said: Iterable[tuple[str, str, Any]], heard: bool) -> list[str]:
+    """A line for each word to Hydra, or setting of a file, that would do nothing here or fail later;
+    each as it is called, with its key and value. ``heard``: whether one of Hydra's launchers runs the
+    jobs, so that most do something."""
     problems = []
-    for override in overrides:
-        key, line = override.key_or_group, override.input_line
+    for called, key, value in said:
         if key in REFUSED:
-            problems.append(f"{line}: {REFUSED[key]}")
-        elif key in HYDRAS and not HYDRAS[key].holds(override.value()):
-            problems.append(f"{line}: it takes {HYDRAS[key].allowed}")
+            problems.append(f"{called}: {REFUSED[key]}")
+        elif key in HYDRAS and not HYDRAS[key].holds(value):
+            problems.append(f"{called}: it takes {HYDRAS[key].allowed}")
+        elif command_line.is_hydras(key) and not heard and not key.startswith(OF_SWEEPS):
+            how = "Hydra hears it where a launcher of its own runs a sweep's jobs"
+            problems.append(f"{called}: {how}")
     return problems
 
 
-def _said(overrides: Sequence[Override]) -> tuple[DictConfig, list[Override]] | None:
-    """Hydra's own settings, by words and by files of the user's; and what files add to a sweep. None
-    where they cannot be composed, which the jobs then tell."""
+def _settings(overrides: Sequence[Override]) -> DictConfig | None:
+    """Hydra's own settings, by words and by files of the user's. None where they cannot be composed,
+    which the jobs then tell."""
     fixed = [o.input_line or "" for o in overrides if not o.is_sweep_override()]
     try:
-        settings = compose("nmrun", fixed, return_hydra_config=True).hydra
-        params = settings.sweeper.params or {}
-        return settings, [command_line.parse(f"{key}={values}") for key, values in params.items()]
+        return compose("nmrun", fixed, return_hydra_config=True).hydra
     except (HydraException, OmegaConfBaseException, RecursionError, ValueError):
         return None
 
 
-def _unheard(overrides: Sequence[Override], settings: DictConfig) -> list[str]:
-    """A line for each word to Hydra, or key of a file, that only jobs of its launchers hear."""
-    hydras = [o for o in overrides if command_line.is_hydras(o.key_or_group)]
-    words = [o.input_line for o in hydras if not o.key_or_group.startswith(OF_SWEEPS)]
-    keys = [f"hydra.{key} in a file of yours" for key in AROUND if OmegaConf.select(settings, key)]
-    how = "Hydra hears it where a launcher of its own runs a sweep's jobs"
-    return [f"{word}: {how}" for word in words or keys]
+def _in_files(settings: DictConfig) -> Iterator[tuple[str, str, Any]]:
+    """What differs from Hydra's settings of every command. It stands in files, where no word says
+    it."""
+    usual, here = _usual(), _by_key(settings)
+    for key in {**usual, **here}:
+        if usual.get(key) != (value := here.get(key)):
+            yield f"{key} in a file of yours", key, value
+
+
+@functools.cache
+def _usual() -> dict[str, Any]:
+    with composing():
+        return _by_key(compose("nmrun", [], return_hydra_config=True).hydra)
+
+
+def _by_key(settings: DictConfig) -> dict[str, Any]:
+    plain: Any = OmegaConf.to_container(settings, resolve=False)
+    parts = {part: plain.pop(part, None) or {} for part in PARTS}
+    flat = plain | {f"{part}.{key}": parts[part][key] for part in parts for key in parts[part]}
+    return {f"hydra.{key}": value for key, value in flat.items() if key not in OF_COMMAND}
 
 
 def _not_here(launcher: str, loader: ConfigLoader) -> list[str]:

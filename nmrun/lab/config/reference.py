@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nmrun.errors import ConfigError
+from nmrun.lab.config import experiment
 from nmrun.lab.config.suggestions import option as option_line
 from nmrun.lab.config.suggestions import written
 from nmrun.lab.keys import options as kinds
@@ -197,7 +198,9 @@ def _about(topic: str, config_dir: str | None) -> Iterator[str]:
     elif word := WORDS.get(topic) or WORDS.get(group):
         yield from _wrap(word, "", "    ")
         if group == "experiment":
-            yield from _experiments()
+            for found in experiment.selection("all"):
+                line = f"experiment={found.name}: {found.title} ({found.source})"
+                yield from _wrap(line, "", "    ")
     elif group in GROUPS:
         choices = {option.name: option for option in options(group, config_dir)}
         if equals and group != "sparsity":  # any ratio is an option there
@@ -217,23 +220,11 @@ def _about(topic: str, config_dir: str | None) -> Iterator[str]:
         if named := [option for option in every if option.name == topic]:
             for option in named:
                 yield from _option(option)
-            return
-        from nmrun.lab.config import experiment  # this imports Hydra, which no other help needs
-
-        if topic in experiment.names():
+        elif topic in experiment.names():
             yield from _experiment(topic)
 
 
-def _experiments() -> Iterator[str]:
-    from nmrun.lab.config import experiment
-
-    for found in experiment.selection("all"):
-        yield from _wrap(f"experiment={found.name}: {found.title} ({found.source})", "", "    ")
-
-
 def _experiment(name: str) -> Iterator[str]:
-    from nmrun.lab.config import experiment
-
     found = experiment.load(name)
     yield f"experiment={name}"
     for text in (found.title, found.source, found.note):

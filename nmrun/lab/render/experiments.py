@@ -17,8 +17,9 @@ from nmrun.lab.compare.comparison import Comparison, Query, compare
 from nmrun.lab.compare.differences import against
 from nmrun.lab.compare.runs import row
 from nmrun.lab.compare.tables import Table
-from nmrun.lab.config.experiment import Experiment, configs
+from nmrun.lab.config.experiment import Experiment
 from nmrun.lab.config.identity import run_folder
+from nmrun.lab.config.precheck import configs
 from nmrun.lab.render import curves, formats, plots, style
 from nmrun.lab.render.curves import History
 from nmrun.lab.runs.run_folder import RESULT, RunFolder

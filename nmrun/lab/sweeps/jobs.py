@@ -28,13 +28,7 @@ from omegaconf import DictConfig
 
 from nmrun.errors import ConfigError, RunError, first_line, leads, refuse, tell
 from nmrun.lab import output
-from nmrun.lab.config import (
-    command_line,
-    composition,
-    experiment,
-    precheck,
-    schema,
-)
+from nmrun.lab.config import command_line, composition, precheck, schema
 from nmrun.lab.config.composition import BasicSweeper, plain_errors, without_others_configs
 from nmrun.lab.config.identity import changed, run_folder, title
 from nmrun.lab.config.precheck import Command, Job
@@ -88,12 +82,9 @@ def main(argv: list[str]) -> int:
 
 def checked(overrides: list[str], multirun: bool, config_dir: str | None = None) -> Command:
     """What a command line asks for, composed and checked. ConfigError with all that is wrong."""
-    sweeps = [
-        command_line.own_recipe(words, config_dir)
-        for words in experiment.expand(overrides, multirun, config_dir)
-    ]
+    sweeps = command_line.expand(overrides, multirun, config_dir)
     asked = precheck.read(sweeps, multirun, config_dir)
-    if asked.detach and not (multirun and asked.queues):
+    if asked.detach and not (multirun and asked.known.queues):
         raise ConfigError("detach=true: add -m and launcher=slurm, whose jobs outlive the command")
     tell([] if multirun else command_line.without_effect(overrides))
     output.no_longer_waiting()  # a launcher's processes would write behind it
@@ -103,7 +94,7 @@ def checked(overrides: list[str], multirun: bool, config_dir: str | None = None)
 def _launch(folder: Path, asked: Command, flags: list[str]) -> None:
     """Run the jobs side by side by a launcher of Hydra's, with a line for each that ends. Jobs for
     which nothing is to be done never come to it. SystemExit or KeyboardInterrupt after a signal."""
-    queued = sweep.in_queue(asked.output_dir) if asked.queues else {}
+    queued = sweep.in_queue(asked.output_dir) if asked.known.queues else {}
     jobs = [(job, _done(job.config, queued)) for job in asked.jobs]
     missing = [job for job, outcome in jobs if outcome is None]
     done = [(job, outcome) for job, outcome in jobs if outcome is not None]
@@ -157,7 +148,7 @@ def _by_hydra(jobs: Sequence[Job], asked: Command, flags: list[str]) -> None:
     NMSweeper.jobs = [list(words) for words, _ in jobs]
     Plugins.instance().register(NMSweeper)
     Plugins.instance().class_name_to_class[composition.SWEEPER["_target_"]] = NMSweeper
-    if asked.queues:
+    if asked.known.queues:
         from nmrun.lab.sweeps import slurm
 
         folders = {tuple(words): str(run_folder(config).absolute()) for words, config in jobs}

@@ -52,18 +52,13 @@ def seal(folder: Path, command: str, **changes: Any) -> None:
     "word",
     [
         "+hydra.callbacks.x={_target_: brought.build}",
-        "hydra.run.dir=/tmp",
         "hydra/launcher=joblib",
-        "++hydra.sweeper.x={_target_: brought.build}",
         "model._target_=brought.build",
-        "+recipe._target_=os.system",
         "+model={_target_: brought.build}",
         "model=${oc.create:\"{'_targ\\x65t_': brought.build}\"}",
         "+model@x=mlp",
         "experiment=brought.yaml",
         "--config-dir=.",
-        "-cd=.",
-        "-m",
     ],
 )
 def test_code_needs_consent(word, folder, capsys):
@@ -76,16 +71,12 @@ def test_code_needs_consent(word, folder, capsys):
     assert not Path("imported").exists()
 
 
-def test_what_the_user_adds_needs_none(folder, capsys):
-    seal(folder, "nmrun recipe=ste dry=true trainer.epochs=3")
-    assert verb("rerun", str(folder), "recipe._target_=nowhere.Mine") == 2
-    assert "there is no nowhere.py here" in capsys.readouterr().err
-
-
-def test_a_run_once_forced_is_not_forced_again(folder, capsys):
+def test_what_the_user_adds_needs_no_consent_and_replaces_how_the_run_was_begun(folder, capsys):
     seal(folder, "nmrun recipe=ste force=true resume=False dry=true")
     assert verb("rerun", str(folder), "recipe._target_=nowhere.Mine") == 2
-    assert capsys.readouterr().out == "nmrun recipe=ste dry=true recipe._target_=nowhere.Mine\n"
+    out, err = capsys.readouterr()
+    assert out == "nmrun recipe=ste dry=true recipe._target_=nowhere.Mine\n"
+    assert "there is no nowhere.py here" in err
     assert verb("rerun", str(folder), "force=true", "recipe._target_=nowhere.Mine") == 2
     assert "force=true" in capsys.readouterr().out
 

@@ -83,6 +83,9 @@ def test_a_run_is_that_of_the_command_line(nmrun_cli, tmp_path):
 
 def test_a_finished_run_is_skipped(capsys):
     first = nmrun.run(SHORT)
+    accuracy = f"{first.metrics['test/accuracy']:.4g}"
+    for text in ("finished", "digits", "small_conv", "step", "2:4", accuracy):
+        assert text in repr(first)
     before = (first.folder / "result.json").stat().st_mtime_ns
     capsys.readouterr()
     second = nmrun.run(SHORT)
@@ -257,18 +260,12 @@ def test_cuda_begins_with_a_run_that_uses_it(monkeypatch):
 @pytest.mark.slow
 def test_mistakes_get_a_line(nmrun_cli):
     """The command's own lines, for what the command refuses too."""
-    for words in (
-        "recipe=stpe",
-        "trainer.epochs=-1",
-        "recipe=step recipe.swtich=1",
-        "sparsity=5:4",
-    ):
-        with pytest.raises(ConfigError) as raised:
-            nmrun.run(words)
-        theirs = nmrun_cli(*words.split())
-        assert theirs.stderr.splitlines() == [f"nmrun: {line}" for line in raised.value.problems]
-        assert len(raised.value.problems) == 1
-        assert "\n" not in str(raised.value)
+    words = "recipe=stpe trainer.epochs=-1 trainer.epoch=1 sparsity=5:4"
+    with pytest.raises(ConfigError) as raised:
+        nmrun.run(words)
+    theirs = nmrun_cli(*words.split()).stderr.splitlines()
+    assert theirs == [f"nmrun: {line}" for line in raised.value.problems]
+    assert len(theirs) == 4
     for call, line in {
         "--help": "--help: not for Python",
         "-m seed=0,1": "--multirun: not for Python; nmrun.sweep does several runs",
@@ -278,8 +275,17 @@ def test_mistakes_get_a_line(nmrun_cli):
         with pytest.raises(ConfigError) as raised:
             nmrun.run(call)
         assert str(raised.value) == line
-    with pytest.raises(ConfigError, match="are for the command line"):
-        nmrun.sweep("seed=0,1 hydra/launcher=joblib")
+    assert not Path("outputs").exists()
+
+
+@pytest.mark.parametrize("place", ["launcher=joblib", "--config-dir mine debug=aside"])
+def test_a_sweep_of_the_library_has_no_launcher(place):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs joblib's launcher")
+    Path("mine/debug").mkdir(parents=True)
+    text = "# @package _global_\ndefaults: [override /hydra/launcher: joblib]\n"
+    Path("mine/debug/aside.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"^launcher=joblib: Hydra's launchers are for"):
+        nmrun.sweep(f"{place} seed=0,1 dry=true")
     assert not Path("outputs").exists()
 
 
@@ -350,13 +356,6 @@ def test_a_sweep_goes_on_behind_a_failure(capsys):
     assert frame["status"].tolist() == ["failed", "finished"]
     assert frame["optimizer.lr"].tolist() == [1e30, 1e-3]
     assert "sweep of 2: 1 finished, 1 not done" in capsys.readouterr().out
-
-
-def test_a_result_shows_itself():
-    run = nmrun.run(SHORT)
-    accuracy = f"{run.metrics['test/accuracy']:.4g}"
-    for text in ("finished", "digits", "small_conv", "step", "2:4", accuracy):
-        assert text in repr(run)
 
 
 def test_a_plan_trains_nothing():

@@ -12,7 +12,7 @@ from runs import mistakes
 from verbs import python
 
 from nmrun import recipes
-from nmrun.lab.config import composition, schema
+from nmrun.lab.config import schema
 from nmrun.lab.keys import options
 from nmrun.lab.keys.datasets import IMAGES, RUNNING_TEXT, TEXTS
 from nmrun.lab.keys.options import find_builder
@@ -81,7 +81,6 @@ def test_models_of_fairseq_take_pairs_of_sentences():
     ],
 )  # fmt: skip
 def test_an_option_that_is_not_installed(words, option, monkeypatch):
-    composition.register()
     there = dict.fromkeys(schema.PACKAGES, ("json", "more"))
     monkeypatch.setattr(schema, "PACKAGES", {**there, option: ("no_such_package", "some")})
     (problem,) = mistakes(words)
@@ -92,7 +91,6 @@ def test_an_option_that_is_not_installed(words, option, monkeypatch):
 @pytest.mark.parametrize("word", ["slurm", "submitit_slurm"])
 def test_slurm_where_there_is_none(word, tmp_path, monkeypatch):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    composition.register()
     monkeypatch.setenv("PATH", str(tmp_path))
     words = [f"hydra/launcher={word}", "seed=0,1", "track=local"]
     assert mistakes(words, multirun=True) == [
@@ -105,7 +103,6 @@ def test_blocks_of_rows_are_refused_as_the_recipe_itself_would(name):
     recipe = recipes.build(name, {})
     recipe.begin(Pattern.parse("4:2:8"), 1000)
     itself = name != "dense" and not _takes_blocks(recipe)
-    composition.register()
     problems = mistakes([f"recipe={name}", "sparsity=4:2:8", "track=local"])
     assert any("V:N:M" in problem for problem in problems) == itself
 

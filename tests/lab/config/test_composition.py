@@ -5,7 +5,6 @@ private parts: one module names them, and they are as it takes them to be.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import shlex
 from functools import partial
 from pathlib import Path
@@ -15,15 +14,13 @@ import pytest
 from hydra import compose
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import ConfigCompositionException, HydraException
-from omegaconf import DictConfig, OmegaConf
+from hydra.errors import HydraException
 from runs import TINY
 from verbs import python
 
 import nmrun
 from nmrun.lab.config import composition
-from nmrun.lab.config.composition import Cache, composed, composing, product, put
+from nmrun.lab.config.composition import Cache, composed, composing
 
 LINES = (
     "",
@@ -47,7 +44,6 @@ def compositions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("line", LINES)
 def test_values_on_a_config_of_before_are_what_hydra_composes(line, compositions):
-    composition.register()
     cache: Cache = {}
     words = shlex.split(line)
     with composing():
@@ -57,7 +53,6 @@ def test_values_on_a_config_of_before_are_what_hydra_composes(line, compositions
 
 
 def test_all_recipes_and_ratios_are_composed_once(compositions):
-    composition.register()
     cache: Cache = {}
     with composing():
         for recipe in ("ste", "s_ste", "sr_ste recipe.decay=0.5", "dense"):
@@ -68,7 +63,6 @@ def test_all_recipes_and_ratios_are_composed_once(compositions):
 
 
 def test_an_overlay_of_ones_own_wins_over_the_recipe(tmp_path):
-    composition.register()
     (tmp_path / "debug").mkdir()
     (tmp_path / "debug" / "mine.yaml").write_text("# @package _global_\nrecipe: {decay: 0.5}\n")
     path = f"hydra.searchpath=[file://{tmp_path}]"
@@ -81,7 +75,6 @@ def test_an_overlay_of_ones_own_wins_over_the_recipe(tmp_path):
 
 
 def test_what_hydra_refuses_is_refused_as_ever():
-    composition.register()
     with composing():
         for word in (
             *("nonsense=1", "recipe=nonsense", "+recipe=ste", "recipe=ste,asp"),
@@ -108,7 +101,6 @@ ConfigStore.instance().store("adam", Adam, "optimizer")
 
 
 def test_a_schema_of_somebody_elses(monkeypatch):
-    composition.register()
     store = ConfigStore.instance()
     monkeypatch.setattr(store, "repo", dict(store.repo))
     exec(compile(STORES, "stores", "exec", dont_inherit=True), {"__name__": __name__})
@@ -153,28 +145,6 @@ def test_one_module_imports_them():
         path.name for path in ROOT.rglob("*.py") if "from hydra._internal" in path.read_text()
     ]
     assert importing == ["composition.py"]
-
-
-def test_a_key_is_set_added_and_deleted():
-    config = OmegaConf.create({"a": {"b": 1, "c": 2}})
-    OmegaConf.set_struct(config, True)
-    assert isinstance(config, DictConfig)
-    for word in ("a.b=3", "+a.d=[4]", "~a.c", "++a.b=5"):
-        put(config, OverridesParser.create().parse_override(word))
-    assert config == {"a": {"b": 5, "d": [4]}}
-    for word in ("a.e=1", "+a.b=1", "~a.e"):
-        with pytest.raises(ConfigCompositionException):
-            put(config, OverridesParser.create().parse_override(word))
-
-
-def test_a_sweep_is_the_product_of_its_values():
-    axes = {"a": ["x", "y"], "b.c": ["1", "2", "3"], "d": ["z"]}
-    words = [f"{key}={','.join(values)}" for key, values in axes.items()]
-    jobs = product(OverridesParser.create().parse_overrides(words))
-    assert jobs == [
-        [f"{key}={value}" for key, value in zip(axes, job, strict=True)]
-        for job in itertools.product(*axes.values())
-    ]
 
 
 def test_a_folder_of_configs_goes_before_the_module(tmp_path):

@@ -12,15 +12,23 @@ import re
 import shlex
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from errors import one_line
 from runs import result_of
+from torch import nn
 from verbs import verb
 
 from nmrun.errors import ConfigError
-from nmrun.lab.config import composition, experiment, identity, precheck, schema
+from nmrun.lab.config import (
+    command_line,
+    experiment,
+    identity,
+    precheck,
+    schema,
+)
 from nmrun.lab.config.composition import Cache
 from nmrun.lab.keys.config import flatten
 from nmrun.lab.keys.options import recipe_facts
@@ -28,10 +36,10 @@ from nmrun.lab.render import cli as report
 from nmrun.lab.render import experiments
 from nmrun.lab.runs.run_folder import weights_in
 from nmrun.lab.sweeps import jobs
+from nmrun.lab.train.build import build
 from nmrun.lab.train.optimizers import scheduled
 from nmrun.recipes import RECIPES
 
-composition.register()
 COMPOSED: Cache = {}  # as the sweeps of one command line share them
 NAMES = experiment.names()
 EMBEDDED = (
@@ -55,7 +63,7 @@ paper: {source: "page 3 of a book", values: {ste: {"2:4": 77.10}, nowhere: {"2:4
 
 @functools.cache
 def configs_of(name: str, scale: str) -> list[schema.Config]:
-    return experiment.configs(experiment.load(name), scale, cache=COMPOSED)
+    return precheck.configs(experiment.load(name), scale, cache=COMPOSED)
 
 
 def label(config: schema.Config, key: str) -> str:
@@ -73,7 +81,7 @@ def label(config: schema.Config, key: str) -> str:
 def test_every_job_is_accepted(name, scale, monkeypatch):
     refusals = schema.refusals  # as on a machine with the data and a GPU
     monkeypatch.setattr(schema, "refusals", lambda plain, here: refusals(plain, False))
-    sweeps = experiment.expand([f"experiment={name}", f"scale={scale}"], multirun=True)
+    sweeps = command_line.expand([f"experiment={name}", f"scale={scale}"], multirun=True)
     jobs, accepted = 0, {}
     for words in sweeps:
         seeds = [word for word in words if word.startswith("seed=")]
@@ -113,7 +121,6 @@ def test_rows_and_columns_are_keys_of_the_runs(name, scale):
     for key in {*asked.rows.split(","), *asked.cols.split(",")} - {"metric", "dataset.task"}:
         assert any(label(config, key) != "-" for config in configs), key
     assert ("metric" in asked.cols.split(",")) or "," not in (asked.metric or "")
-    assert len({identity.run_folder(config) for config in configs}) == len(configs)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -127,25 +134,18 @@ def test_a_cell_of_the_table_has_a_seed_once(name):
     assert len(set(cells)) == len(cells)
 
 
-def test_smokes_share_runs():
-    folders = [
-        {identity.run_folder(config) for config in configs_of(name, "smoke")}
-        for name in ("step_cifar10", "step_cifar100", "s_ste_deit")
-    ]
-    assert folders[0] == folders[1]
-    assert not folders[0] & folders[2]
-
-
 def test_a_sweep_for_each_scale(tmp_path):
     each = OWN.replace("sweep: [", "sweep: {smoke: recipe=ste seed=0, small: [")
     each = each.replace('2:4 seed=0"]', '2:4 seed=0"]}')
     both = each.replace("scales: {smoke:", "scales: {small: trainer.epochs=3, smoke:")
     (tmp_path / "own.yaml").write_text(both)
     asked = experiment.load(str(tmp_path / "own.yaml"))
-    assert asked.overrides("smoke") == [
+    assert command_line.of_experiment(asked, "smoke") == [
         ["recipe=ste", "seed=0", "trainer.epochs=2", "trainer.limit_batches=3"]
     ]
-    assert [words[-1] for words in asked.overrides("small")] == ["trainer.epochs=3"] * 2
+    assert [words[-1] for words in command_line.of_experiment(asked, "small")] == [
+        "trainer.epochs=3"
+    ] * 2
     (tmp_path / "own.yaml").write_text(each)  # a sweep of a scale that is not there
     with pytest.raises(ConfigError, match="sweep: one for each of smoke, or one for all"):
         experiment.load(str(tmp_path / "own.yaml"))
@@ -280,6 +280,45 @@ def test_settings_at_paper_scale_are_those_of_the_authors_code(name, settings):
         assert {key: flat[key] for key in settings} == settings
 
 
+# inputs-outputs-kernel:N of NM-sparsity/DominoSearch, schemes/resnet50_M16_0.80.txt, in its order
+PUBLISHED_RATIOS = """
+3-64-7:16 64-64-1:16 64-64-3:4 64-256-1:8 64-256-1:8 256-64-1:8 64-64-3:4 64-256-1:8 256-64-1:8
+64-64-3:4 64-256-1:8 256-128-1:8 128-128-3:2 128-512-1:8 256-512-1:4 512-128-1:8 128-128-3:4
+128-512-1:8 512-128-1:8 128-128-3:4 128-512-1:8 512-128-1:8 128-128-3:2 128-512-1:8 512-256-1:4
+256-256-3:2 256-1024-1:4 512-1024-1:4 1024-256-1:4 256-256-3:2 256-1024-1:4 1024-256-1:4
+256-256-3:2 256-1024-1:4 1024-256-1:4 256-256-3:2 256-1024-1:4 1024-256-1:4 256-256-3:2
+256-1024-1:4 1024-256-1:4 256-256-3:2 256-1024-1:4 1024-512-1:4 512-512-3:2 512-2048-1:4
+1024-2048-1:2 2048-512-1:4 512-512-3:2 512-2048-1:4 2048-512-1:4 512-512-3:2 512-2048-1:4
+2048-1000-1:4
+"""
+
+
+def test_each_layer_has_the_ratio_that_dominosearch_publishes():
+    config = configs_of("step_dominosearch", "smoke")[1]
+    assert config.recipe.name == "sr_ste"
+    trainer = {**config.plain["trainer"], "acceleration": "off"}  # no products are timed
+    parts = build(replace(config, plain={**config.plain, "trainer": trainer}))
+    ratios = {weight.name: weight.pattern for weight in parts.handle.sparse}
+    modules = parts.model.named_modules()
+    layers = [(name, m) for name, m in modules if isinstance(m, nn.Conv2d | nn.Linear)]
+    nonzeros = whole = 0
+    for (name, module), published in zip(layers, PUBLISHED_RATIOS.split(), strict=True):
+        inputs, outputs, kernel, n = map(int, re.split("[-:]", published))
+        shape = tuple(module.weight.shape)
+        if name == "conv1":  # the digits are grey
+            assert n == 16
+        elif name == "fc":  # and of ten classes
+            assert (shape[1], n) == (inputs, 4)
+        else:
+            assert shape == (outputs, inputs, kernel, kernel), name
+        pattern = ratios.get(f"{name}.weight")
+        assert (pattern.n if pattern else 16) == n, name
+        assert pattern is None or pattern.m == 16
+        whole += inputs * outputs * kernel**2
+        nonzeros += inputs * outputs * kernel**2 * n / 16
+    assert 0.19 < nonzeros / whole < 0.2
+
+
 def test_asp_on_imagenet_trains_twice():
     for config in configs_of("asp_imagenet", "paper"):
         factor = scheduled(config.schedule.mapping(), 1.0, 1000)
@@ -339,20 +378,24 @@ def test_a_larger_scale_replaces_nothing_of_a_sweep_but_its_seeds(name):
 
 def test_the_scale_wins_over_the_sweep_and_the_command_line_over_both():
     asked = experiment.load("step_cifar10")
-    assert "seed=0,1,2" in asked.overrides("small")[0]
-    assert "seed=0,1" in asked.overrides("smoke")[0]
-    words = asked.overrides("smoke", ["seed=7", "+recipe=ste", "optimizer.lr=1"])[0]
+    assert "seed=0,1,2" in command_line.of_experiment(asked, "small")[0]
+    assert "seed=0,1" in command_line.of_experiment(asked, "smoke")[0]
+    words = command_line.of_experiment(asked, "smoke", ["seed=7", "+recipe=ste", "optimizer.lr=1"])[
+        0
+    ]
     assert [word for word in words if word.startswith("seed")] == ["seed=7"]
     assert [word for word in words if "recipe" in word] == ["+recipe=ste"]
     assert "optimizer.lr=1" in words
 
 
 def test_small_is_the_default_and_several_run_one_after_the_other():
-    both = experiment.expand(["experiment=step_cifar10,step_glue", "seed=5"], multirun=True)
-    assert both == experiment.load("step_cifar10").overrides("small", ["seed=5"]) + experiment.load(
-        "step_glue"
-    ).overrides("small", ["seed=5"])
-    assert experiment.expand(["recipe=ste"], multirun=False) == [["recipe=ste"]]
+    both = command_line.expand(["experiment=step_cifar10,step_glue", "seed=5"], multirun=True)
+    assert both == [
+        words
+        for name in ("step_cifar10", "step_glue")
+        for words in command_line.of_experiment(experiment.load(name), "small", ["seed=5"])
+    ]
+    assert command_line.expand(["recipe=ste"], multirun=False) == [["recipe=ste"]]
 
 
 @pytest.mark.parametrize(
@@ -439,13 +482,14 @@ def test_an_experiment_of_a_recipe_of_ones_own_has_its_runs(tmp_path):
     sweep = "recipe._target_=runs.Mine recipe.strength=1,2 seed=0"
     file.write_text(f"title: a\nsource: b\nsweep: {sweep}\nscales: {{smoke: model=mlp}}\n")
     found = experiment.load(str(file))
-    strengths = [run.plain["recipe"]["strength"] for run in experiment.configs(found, "smoke")]
+    strengths = [run.plain["recipe"]["strength"] for run in precheck.configs(found, "smoke")]
     assert strengths == [1, 2]
     with pytest.raises(ConfigError) as refused:
         experiments.sections([found], "smoke", ['output_dir="a b"'], {})
     command = re.search(r"finished; nmrun (.*) makes them$", str(refused.value))
     _, *words = shlex.split(command[1])  # -m
-    assert experiment.expand(words, True) == found.overrides("smoke", ['output_dir="a b"'])
+    (sweep,) = command_line.of_experiment(found, "smoke", ['output_dir="a b"'])
+    assert command_line.expand(words, True) == [command_line.own_recipe(sweep)]
 
 
 # --- from nothing to the table --------------------------------------------------------------------
@@ -472,16 +516,6 @@ def show(swept: Path, monkeypatch, capsys, *options: str) -> tuple[int, str, str
     monkeypatch.chdir(swept)
     words = shlex.split("--experiment own.yaml --scale smoke track=local trainer.threads=1")
     return report.table([*words, *options]), *capsys.readouterr()
-
-
-@pytest.mark.slow
-def test_the_folders_are_those_that_the_table_looks_for(swept, monkeypatch):
-    monkeypatch.chdir(swept)
-    expected = {
-        str(identity.run_folder(c))
-        for c in experiment.configs(experiment.load("own.yaml"), "smoke", ["trainer.threads=1"])
-    }
-    assert {str(path.parent) for path in Path("outputs").rglob("result.json")} == expected
 
 
 def test_our_figures_and_the_papers(swept, monkeypatch, capsys):
@@ -583,9 +617,16 @@ def test_make_takes_dashes_for_underscores():
     assert "nmrun table --experiment step_cifar10 --scale paper" in out
 
 
-def smoke(name: str, folder: Path, nmrun_cli, *overrides: str) -> None:
-    """From nothing to the table and its figures, as make does it."""
-    overrides = ("track=local", f"output_dir={folder}", *overrides)
+@pytest.mark.minutes
+@pytest.mark.parametrize("name", NAMES)
+def test_every_smoke(name, nmrun_cli, tmp_path_factory):
+    """From nothing to the table and its figures, as make does it; all in one folder, so that shared
+    runs are made once.
+    """
+    if "dataset=copy_reverse" in command_line.of_experiment(experiment.load(name), "smoke")[0]:
+        pytest.importorskip("fairseq")
+    folder = tmp_path_factory.getbasetemp() / "smokes"
+    overrides = ("track=local", f"output_dir={folder}")
     process = nmrun_cli("-m", f"experiment={name}", "scale=smoke", *overrides, timeout=3600)
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
     options = ("--experiment", name, "--scale", "smoke", "--figures", str(folder / "figures"))
@@ -595,12 +636,3 @@ def smoke(name: str, folder: Path, nmrun_cli, *overrides: str) -> None:
     assert "no value" not in table.stdout
     drawn = {path.name.split("-")[2] for path in (folder / "figures").glob(f"{name}-*")}
     assert drawn == {str(i + 1) for i in range(len(experiment.load(name).figures))}
-
-
-@pytest.mark.minutes
-@pytest.mark.parametrize("name", NAMES)
-def test_every_smoke(name, nmrun_cli, tmp_path_factory):
-    """All in one folder, so that shared runs are made once."""
-    if "dataset=copy_reverse" in experiment.load(name).overrides("smoke")[0]:
-        pytest.importorskip("fairseq")
-    smoke(name, tmp_path_factory.getbasetemp() / "smokes", nmrun_cli)

@@ -11,7 +11,6 @@ import torch
 from runs import mistakes, result_of
 from safetensors.torch import load_file
 
-import nmrun.lab.sweeps.jobs  # noqa: F401  (registers the source of ratios)
 from nmrun.lab.config import precheck, schema
 from nmrun.lab.config.composition import Cache, composed, composing
 

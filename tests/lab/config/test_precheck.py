@@ -24,7 +24,8 @@ COMPOSED: Cache = {}  # as the sweeps of one command line share them
         ("recipe=step sparsity=3:16 seed=4", []),
         ("-m recipe=asp,step seed=range(3) sparsity=2:4,dense", []),
         ("-m recipe=glob(*ste)", []),
-        ("-m recipe=step,spet seed=0,-1 trainer.epochs=0", ["recipe=spet: no such", "seed=-1: it takes", "trainer.epochs=0: it"]),
+        ("-m recipe=step,spet seed=0,-1 trainer.epochs=0 foo=1 sparsity=2:4,5:4",
+         ["recipe=spet: no such", "seed=-1: it takes", "trainer.epochs=0: it", "foo: no such key", "sparsity=5:4: "]),
     ],
 )  # fmt: skip
 def test_a_command_line(line, starts):
@@ -160,24 +161,38 @@ def test_a_preset_of_a_class_of_ones_own_takes_every_key_of_the_class(tmp_path):
     assert problem.startswith("recipe.strength: no such key")
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "expected"),
-    [
-        ("optimizer/mine.yaml", "defaults:\n- sgd\nlr: 0.1\n", False),
-        ("optimizer/mine.yaml", "defaults: 3\n", False),
-        ("nmrun.yaml", "hydra:\n  job:\n    env_set: {A: b}\n", True),
-        ("debug/mine.yaml", "# @package _global_\ndefaults:\n- override /hydra/launcher: joblib\n", True),
-        ("debug/mine.yaml", "# @package hydra.job\nname: mine\n", True),
-        ("hydra/launcher/mine.yaml", "n_jobs: 2\n", True),
-    ],
-)  # fmt: skip
-def test_what_a_file_says_to_hydra_is_noticed(name, text, expected, tmp_path):
-    file = tmp_path / name
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
-    assert precheck.by_hydra([["seed=1"]], str(tmp_path)) is expected
-    assert precheck.by_hydra([["seed=1", "hydra/launcher=joblib"]], str(tmp_path))
-    assert not precheck.by_hydra([["seed=1"]], None)
+GLOBAL = "# @package _global_\n"
+DEFAULTS = GLOBAL + "defaults: [override /hydra/{}]\n"
+
+
+@pytest.mark.parametrize(("key", "text", "how"), [
+    ("verbose", GLOBAL + "hydra: {verbose: true}", "Hydra hears it where"),
+    ("job.name", "# @package hydra.job\nname: mine", "Hydra hears it where"),
+    ("job_logging", DEFAULTS.format("job_logging: default"), "Hydra hears it where"),
+    ("run.dir", GLOBAL + "hydra: {run: {dir: here}}", "runs go to output_dir"),
+    ("sweep.dir", GLOBAL + "hydra: {sweep: {dir: here}}", "runs go to output_dir"),
+    ("job.chdir", GLOBAL + "hydra: {job: {chdir: true}}", "it takes false; runs go to output_dir"),
+    ("mode", GLOBAL + "hydra: {mode: MULTIRUN}", "nmrun -m is what makes a sweep"),
+    ("sweeper._target_", DEFAULTS.format("sweeper: basic"), "nmrun -m has a sweeper"),
+    ("sweeper._target_", GLOBAL + "hydra: {sweeper: null}", "nmrun -m has a sweeper"),
+    ("sweeper.params", GLOBAL + "hydra: {sweeper: {params: 3}}", "it takes values by key"),
+])  # fmt: skip
+def test_what_a_file_says_to_hydra_is_refused_as_the_same_words_are(key, text, how, tmp_path):
+    (tmp_path / "debug").mkdir()
+    (tmp_path / "debug" / "mine.yaml").write_text(text)
+    for words, multirun in ((["seed=0"], False), (["seed=0,1"], True)):
+        assert mistakes(words, multirun, str(tmp_path)) == []
+        (line,) = mistakes([*words, "debug=mine"], multirun, str(tmp_path))
+        assert line.startswith(f"hydra.{key} in a file of yours: {how}")
+
+
+def test_what_no_launcher_hears_is_refused_with_one_too(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs joblib's launcher")
+    (tmp_path / "debug").mkdir()
+    text = "hydra: {verbose: true, run: {dir: here}, launcher: {n_jobs: 0}}\n"
+    (tmp_path / "debug" / "mine.yaml").write_text(DEFAULTS.format("launcher: joblib") + text)
+    lines = mistakes(["debug=mine", "seed=0,1"], True, str(tmp_path))
+    assert [line.partition(" ")[0] for line in lines] == ["hydra.run.dir", "hydra.launcher.n_jobs"]
 
 
 def test_a_sweep_beside_files_for_hydra_tells_a_file_of_defaults_that_are_no_list(tmp_path):

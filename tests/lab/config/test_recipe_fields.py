@@ -1,4 +1,4 @@
-"""What the classes of recipes say of themselves, and where a command line and tables read it."""
+"""What the classes of recipes say of themselves."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
-from hydra.core.object_type import ObjectType
-from runs import mistakes
 
 from nmrun import recipes, registry
-from nmrun.lab.compare import notation
-from nmrun.lab.config import composition, schema
 from nmrun.lab.keys.options import Field, of_class, recipe_facts
 
-composition.register()
 MINE = """
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -89,52 +83,11 @@ def test_the_keys_of_a_class_and_its_bases(mine):
         "power": (2.0, "a number at least 1 and at most 3"),
     }
     assert keys["interval"].meaning == "steps that a mask stays."
-
-
-def test_a_variant_has_not_the_title_of_the_class_above_it(mine):
-    assert recipe_facts("sample_recipes.Variant").title == "variant"
+    titles = [recipe_facts(path).title for path in (mine, "sample_recipes.Variant")]
+    assert titles == ["M-INE", "variant"]  # not that of the class above it
 
 
 def test_a_class_that_is_not_there(mine):
     for path in ("sample_recipes.Nothing", "no_such_recipes.Nothing"):
         with pytest.raises(ValueError, match="cannot be imported"):
             recipe_facts(path)
-
-
-@pytest.fixture
-def added(mine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A built-in recipe ``mine``, of which no generated file tells."""
-    monkeypatch.setitem(recipes.RECIPES, "mine", mine)
-
-
-def test_a_recipe_is_a_file_and_its_name(added):
-    offered = composition.ClassSource("nmrun", "nm://")
-    assert offered.list("recipe", ObjectType.CONFIG) == [*recipes.RECIPES, "custom"]
-    assert offered.is_config("recipe/mine.yaml")
-    assert not offered.is_config("recipe/nothing")
-    with initialize_config_module("nmrun.conf", version_base="1.3"):
-        config = schema.check(compose("nmrun", ["recipe=mine", "recipe.dense=0"]))
-    assert config.plain["recipe"] == {
-        "name": "mine",
-        "interval": 1,
-        "dense": 0.0,
-        "span": [100.0, 5.0],
-        "gradient": "ste",
-        "power": 2.0,
-    }
-    assert notation.written("mine") == "M-INE"
-    assert mistakes(["recipe=mine", "sparsity=64:2:8"]) == []
-    (problem,) = mistakes(["recipe=s_ste", "sparsity=64:2:8"])
-    assert "mine" in problem
-
-
-def test_its_ranges_are_those_of_the_class(added):
-    line = "recipe=mine recipe.dense=0.6 recipe.gradient=mask recipe.intervall=3"
-    problems = mistakes(line.split())
-    assert [problem.partition(":")[0] for problem in problems] == [
-        "recipe.intervall",
-        "recipe.dense=0.6",
-        "recipe.gradient=mask",
-    ]
-    (problem,) = mistakes(["recipe=mien"])
-    assert "did you mean mine?" in problem

@@ -10,7 +10,6 @@ from hydra import compose
 from omegaconf import OmegaConf
 from verbs import python, verb
 
-import nmrun.lab.sweeps.jobs  # noqa: F401  (registers the source of ratios and recipes)
 from nmrun.errors import ConfigError
 from nmrun.lab.cli import all_verbs
 from nmrun.lab.config import reference

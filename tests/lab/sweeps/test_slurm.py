@@ -58,7 +58,7 @@ def test_a_preset_of_ones_own_is_a_launcher_for_slurm(tmp_path):
     (tmp_path / "hydra" / "launcher").mkdir(parents=True)
     (tmp_path / "hydra" / "launcher" / "ours.yaml").write_text("defaults: [slurm]\nqos: low\n")
     asked = jobs.checked(["launcher=ours", "detach=true", "seed=0,1"], True, str(tmp_path))
-    assert (asked.launcher, asked.queues, asked.detach) == ("ours", True, True)
+    assert (asked.launcher, asked.known.queues, asked.detach) == ("ours", True, True)
     with pytest.raises(ConfigError, match="launcher=slurm"):
         jobs.checked(["launcher=submitit_local", "detach=true", "seed=0,1"], True)
 

@@ -26,7 +26,7 @@ from runs import TINY, at_work, config, finished, mistakes, result_of
 
 from nmrun.errors import ConfigError
 from nmrun.lab import cli, output
-from nmrun.lab.config import command_line, composition, experiment
+from nmrun.lab.config import command_line, composition, experiment, precheck
 from nmrun.lab.config.identity import run_folder
 from nmrun.lab.records import status, sweep
 from nmrun.lab.runs import locks
@@ -235,10 +235,10 @@ def test_an_experiment_may_zip(launches, tmp_path):
     assert [tuple(job.get(key) for key in keys) for job in jobs] == [
         *(("ste", *pair) for pair in pairs), ("dense", None, None, 0), ("dense", None, None, 1)
     ]  # fmt: skip
-    configs = experiment.configs(experiment.load("own.yaml"), "smoke")
+    configs = precheck.configs(experiment.load("own.yaml"), "smoke")
     assert [(str(c.pattern), c.optimizer.lr, c.seed) for c in configs][:4] == pairs
     with pytest.raises(ConfigError, match=r"optimizer\.lr has no list of values"):
-        experiment.expand(["experiment=own.yaml", "scale=smoke", "optimizer.lr=1"], multirun=True)
+        command_line.expand(["experiment=own.yaml", "scale=smoke", "optimizer.lr=1"], multirun=True)
 
 
 def test_an_experiment_has_one_launcher(tmp_path):
