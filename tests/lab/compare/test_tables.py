@@ -529,6 +529,7 @@ def test_plots_of_two_models_go_below_the_path(write, tmp_path, capsys):
         ("--overall", "name it with --baseline"),
         ("--scale smoke", "--scale: .*without --experiment"),
         ("--runs --baseline ste", "--baseline: .*with --runs"),
+        ("--runs --bib FILE", "--bib: .*with --runs"),
         ("--runs --format latex", "format=latex: no such format (there are csv, json)"),
         ("--format markdwon", "'markdwon'.*'markdown', 'latex', 'csv', 'json'"),
         ("--out /nowhere/at/all.md", "/nowhere/at/all.md: No such file or directory"),
