@@ -32,11 +32,8 @@ SMALL = ("trainer.batch_size=4", "trainer.threads=1", "trainer.device=cpu")
 
 
 def test_quartiles_and_paired_ratios() -> None:
-    assert harness.quartiles("ms", [4.0, 1.0, 3.0, 2.0, 5.0]) == {
-        "ms": 3.0,
-        "ms_q1": 2.0,
-        "ms_q3": 4.0,
-    }
+    row = harness.quartiles("ms", [4.0, 1.0, 3.0, 2.0, 5.0])
+    assert row == {"ms": 3.0, "ms_q1": 2.0, "ms_q3": 4.0}
     assert harness.quartiles("ms", [7.0]) == {"ms": 7.0, "ms_q1": 7.0, "ms_q3": 7.0}
     # 2, 4 and 1 times as fast, whatever the medians are
     row = harness.speedup([1.0, 10.0, 2.0], [2.0, 40.0, 2.0])
@@ -112,15 +109,8 @@ def test_a_page_has_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixt
         (case, arm, 2) for case in ("one", "two") for arm in ("dense", "sparse")
     ]
     # a time of each arm before the rounds
-    assert first.splitlines() == [
-        f"{case}{end}"
-        for case in ("one", "two")
-        for end in (
-            ", dense: 2 ms at first",
-            ", sparse: 1 ms at first",
-            ": 2 rounds of 2 arms",
-        )
-    ]
+    said = ("{}, dense: 2 ms at first", "{}, sparse: 1 ms at first", "{}: 2 rounds of 2 arms")
+    assert first.splitlines() == [line.format(case) for case in ("one", "two") for line in said]
 
 
 # an arm takes two calls to warm up and a first time, so a case's rounds are calls 7 to 10
@@ -136,19 +126,15 @@ def test_whole_rounds_are_reported_whatever_comes(
     with pytest.raises(end):
         played({call: end}, tmp_path)
     assert "| one " in capsys.readouterr().out
-    assert [(row["case"], row["arm"], row["n"]) for row in written(tmp_path)] == [
-        ("one", "dense", rounds),
-        ("one", "sparse", rounds),
-    ]
+    reported = [(row["case"], row["arm"], row["n"]) for row in written(tmp_path)]
+    assert reported == [("one", "dense", rounds), ("one", "sparse", rounds)]
 
 
 def test_an_arm_that_fails_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also for want of memory; the first, with which the others are compared, ends its case."""
     played({4: RuntimeError, 7: torch.OutOfMemoryError}, tmp_path)
-    failed = [
-        (row["case"], row["arm"]) for row in written(tmp_path) if row.get("wrong") == "no more"
-    ]
-    assert failed == [("one", "sparse"), ("two", "dense")]
+    failed = [row for row in written(tmp_path) if row.get("wrong") == "no more"]
+    assert [(row["case"], row["arm"]) for row in failed] == [("one", "sparse"), ("two", "dense")]
     printed, first = capsys.readouterr()
     assert "no more" in printed
     assert "one, sparse: no more\n" in first
@@ -181,13 +167,9 @@ def test_the_arms_that_a_processor_can_have(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(infer, "int8", there)
     kinds, patterns = ("compiled", "openvino", "packed"), [Pattern(2, 4), Pattern(1, 8)]
     assert infer.chosen(kinds, patterns, None, CPU) == [
-        ("float32", "compiled", ""),
-        ("float32", "openvino", ""),
-        ("int8", "openvino", ""),
-        ("float32", "packed", "2:4"),
-        ("float32", "packed", "1:8"),
-        ("int8", "packed", "2:4"),
-        ("int8", "packed", "1:8"),
+        *(("float32", "compiled", ""), ("float32", "openvino", ""), ("int8", "openvino", "")),
+        *(("float32", "packed", "2:4"), ("float32", "packed", "1:8")),
+        *(("int8", "packed", "2:4"), ("int8", "packed", "1:8")),
     ]
     assert infer.chosen(["compiled"], patterns, ["int8"], CPU) == []
 
@@ -195,12 +177,20 @@ def test_the_arms_that_a_processor_can_have(monkeypatch: pytest.MonkeyPatch) -> 
 # --- infer ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler works here")
+COMPILES = pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler works here")
+
+
+def inferred(words: str, out: Path) -> list[dict[str, Any]]:
+    """What ``nmrun bench infer`` says of float32 on a CPU."""
+    asked = f"infer --device cpu --precisions float32 --arms torch packed --out {out} {words}"
+    assert bench.main(asked.split()) == 0
+    return written(out, "infer")
+
+
+@COMPILES
 def test_infer_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--device cpu --models tiny --tokens 1 2x9 --rounds 2 --threads 1 --sparsity 1:4 3:7"
-    words += f" --arms torch packed --precisions float32 --out {tmp_path}/out"
-    assert bench.main(["infer", *words.split()]) == 0
-    rows = written(tmp_path / "out", "infer")
+    words = "--models tiny --tokens 1 2x9 --rounds 2 --threads 1 --sparsity 1:4 3:7"
+    rows = inferred(words, tmp_path / "out")
     assert (tmp_path / "out" / "infer_cpu.md").read_text() in capsys.readouterr().out
     arms = (("torch", ""), ("packed", "1:4"), ("packed", "3:7"))
     assert [((r["sequences"], r["tokens"]), (r["arm"], r["pattern"])) for r in rows] == [
@@ -215,12 +205,9 @@ def test_infer_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler works here")
+@COMPILES
 def test_infer_of_images_on_a_cpu(tmp_path: Path) -> None:
-    words = "--device cpu --models resnet18 --sparsity 1:8 --tokens 2 --rounds 1"
-    words += f" --arms torch packed --precisions float32 --out {tmp_path}"
-    assert bench.main(["infer", *words.split()]) == 0
-    rows = written(tmp_path, "infer")
+    rows = inferred("--models resnet18 --sparsity 1:8 --tokens 2 --rounds 1", tmp_path)
     assert [row["arm"] for row in rows] == ["torch", "packed"]
     assert all("wrong" not in row and row["ms"] > 0 for row in rows)
     assert rows[-1]["layers"].endswith(" of 21")
@@ -274,12 +261,8 @@ def test_a_runtime_that_is_missing_or_cannot_take_a_network_is_a_line(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "precision", "module"),
-    [
-        ("compiled", "float32", "torch"),
-        ("openvino", "float32", "openvino"),
-        ("openvino", "int8", "nncf"),
-    ],
-)
+    [("compiled", "float32", "torch"), ("openvino", "float32", "openvino"), ("openvino", "int8", "nncf")],
+)  # fmt: skip
 def test_runtimes_compute_what_torch_does(name: str, precision: str, module: str) -> None:
     pytest.importorskip(module)
     torch.manual_seed(0)
@@ -357,18 +340,18 @@ def test_the_masked_loop_trains_as_ste_does(
     ours, masked = loop("ste"), loop("masked_loop")
     ours()
     masked()
-    used = dict(trained[0].named_parameters())
-    others = dict(trained[1].named_parameters())
-    dense = {name.replace("parametrizations.", "").replace(".original", "") for name in others}
-    assert dense == used.keys()
+    used, others = (dict(model.named_parameters()) for model in trained)
+    plain = {
+        name: name.replace("parametrizations.", "").replace(".original", "") for name in others
+    }
+    assert {*plain.values()} == used.keys()
     sparse = [name for name in others if name.endswith(".original")]
     assert len(sparse) == 8
     for name, other in others.items():
-        plain = name.replace("parametrizations.", "").replace(".original", "")
         if name in sparse:
             other = hard_threshold(other.detach(), Pattern(2, 4))
         # a gradient that is nearly 0 may have either sign, and so may Adam's first step
-        off = (used[plain] - other).abs() > 1e-4 * other.abs() + 1e-6
+        off = (used[plain[name]] - other).abs() > 1e-4 * other.abs() + 1e-6
         assert float(off.float().mean()) < 1e-3, name
 
 
@@ -398,11 +381,9 @@ def test_the_mask_of_the_masked_loop(shape: tuple[int, ...], dim: int, ratio: st
 def test_the_networks_are_what_their_names_say(name: str, millions: float, tmp_path: Path) -> None:
     config = options.composed(tmp_path, ["recipe=dense", *options.NETWORKS[name]])
     keys = config.dataset.values()
-    inputs = (
-        {"shape": (3, keys["side"], keys["side"]), "classes": 1000}
-        if "side" in keys
-        else {"vocabulary": keys["vocabulary"], "context": keys["context"]}
-    )
+    inputs = {key: keys[key] for key in ("vocabulary", "context") if key in keys}
+    if side := keys.get("side"):
+        inputs = {"shape": (3, side, side), "classes": 1000}
     with torch.device("meta"):
         model = models.build(config.model.mapping(), inputs)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
