@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 
 
@@ -49,5 +50,5 @@ class Page(HTMLParser):
 
 def markdown_lines(text: str) -> list[list[str]]:
     """The cells of Markdown's tables, the head first, without the rule below it."""
-    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    lines = [line for line in text.splitlines() if re.match(r"\| (?!---)", line)]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
