@@ -17,7 +17,7 @@ import pandas as pd
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare.differences import Overall, against, better, over_all_cells
-from nmrun.lab.compare.notation import Key, label
+from nmrun.lab.compare.notation import Key
 from nmrun.lab.compare.runs import (
     Lines,
     check_name,
@@ -27,7 +27,7 @@ from nmrun.lab.compare.runs import (
     verify,
 )
 from nmrun.lab.compare.statistics import Difference
-from nmrun.lab.compare.tables import ROW_COLUMNS, Run, Table, build, settings_apart
+from nmrun.lab.compare.tables import ROW_COLUMNS, Table, build, by_place, settings_apart
 
 Keys = str | Sequence[str] | None
 GROUPS = ("dataset", "model")  # of which each has a table
@@ -146,10 +146,7 @@ def divide(runs: pd.DataFrame, query: Query) -> list[Table]:
     _check(runs, query)
     tables = []
     for group in _groups(filtered(runs, query.filter), query):
-        cells: dict[Key, list[Run]] = {}
-        for run in group.to_dict("records"):
-            place = tuple(label(run[key]) for key in (*query.rows, *query.cols))
-            cells.setdefault(place, []).append(run)
+        cells = by_place(group.to_dict("records"), query.rows, query.cols)
         apart = dict.fromkeys(key for cell in cells.values() for key in settings_apart(cell))
         tables += compare(group, replace(query, filter=(), rows=(*query.rows, *apart))).tables
     return tables
