@@ -87,11 +87,6 @@ class Table:
         return "row" if recipes_are_columns else "column", [key for key in keys if key in apart]
 
     @property
-    def several_metrics(self) -> bool:
-        """Whether rows or columns are metrics."""
-        return "metric" in (*self.row_keys, *self.column_keys)
-
-    @property
     def references(self) -> set[Key]:
         """The rows without a ratio."""
         return {row for row, _ in self.stands}

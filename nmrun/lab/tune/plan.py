@@ -196,17 +196,12 @@ def read_space(words: Sequence[str]) -> Space:
     """Search spaces by key, of words as Hydra writes sweeps:
     ``optimizer.lr=tag(log,interval(1e-4,1e-2))`` or ``recipe.switch=auto,0.2,0.5``."""
     overrides, problems = command_line.parsed(words)
-    spaces: dict[str, Search] = {}
-    for override in overrides:
-        key, search = override.key_or_group, _search(override)
-        if search is None:
-            problems.append(f"--over {override.input_line}: {TAKES}")
-        elif key in spaces:
-            problems.append(f"--over {key} is there twice")
-        else:
-            spaces[key] = search
+    spaces = {override.key_or_group: _search(override) for override in overrides}
+    problems += [f"--over {o.input_line}: {TAKES}" for o in overrides if _search(o) is None]
+    keys = [override.key_or_group for override in overrides]
+    problems += [f"--over {key} is there twice" for key in spaces if keys.count(key) > 1]
     raise_all(problems)
-    return spaces
+    return {key: search for key, search in spaces.items() if search is not None}
 
 
 def _search(override: Override) -> Search | None:
