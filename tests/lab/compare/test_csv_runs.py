@@ -123,11 +123,6 @@ def test_a_file_that_another_program_saved_is_read(file, saved):
     assert repr(theirs) == repr({**ours, "folder": f"{file}:{line}"})  # NaN is not itself
 
 
-def test_a_metric_that_a_file_has_not_is_no_failure(file, printed):
-    file.write_bytes(HEAD + GOOD.replace(b"accuracy", b"perplexity"))
-    assert "1 without a value" in printed("table", file)
-
-
 def test_names_of_a_file_are_no_commands_to_a_terminal(file, capsys):
     save(file, {**RUN, "recipe": "a\x1b[2J", "model\x9b.x": "\x1b]0;b\x07"})
     assert verb("table", str(file)) == 0
