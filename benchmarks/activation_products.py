@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from nmrun.fast.cpu.kernels import products
 from nmrun.fast.cpu.kernels.products import PackedMatrix
-from nmrun.lab.bench.harness import cpu_clock, rounds, speedup
+from nmrun.lab.bench.harness import Clock, rounds, speedup
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
 
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a .md file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    clock = cpu_clock()
+    clock = Clock()
     table = [
         f"{TOKENS} tokens, {WIDTH} to {FEATURES} to {WIDTH}, {options.threads} thread"
         f"{'s' * (options.threads > 1)}, float32: how many times as fast as the dense layer, median",

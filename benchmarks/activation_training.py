@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from nmrun.lab.bench.harness import cpu_clock, rounds, speedup
+from nmrun.lab.bench.harness import Clock, rounds, speedup
 from nmrun.lab.bench.options import composed
 from nmrun.lab.train import build
 from nmrun.lab.train.steps import TrainingSteps
@@ -72,7 +72,7 @@ def main() -> None:
         found = rounds(
             {name: step for name, (_, step) in arms.items()},
             options.rounds,
-            cpu_clock(),
+            Clock(),
         )
         row = speedup(found["auto"], found["packed"])
         print(

@@ -28,7 +28,7 @@ from nmrun.fast.cpu.kernels import blocks
 from nmrun.fast.cpu.linear import PRODUCTS, BlockProducts
 from nmrun.fast.cpu.onednn import DenseInt8Linear, OneDNNLinear
 from nmrun.fast.cpu.packed_linear import Bf16Linear, BlockLinear, Int8BlockLinear, Int8Linear
-from nmrun.lab.bench.harness import cpu_clock, hardware, machine_line, quartiles, ratios, rounds
+from nmrun.lab.bench.harness import Clock, hardware, machine_line, quartiles, ratios, rounds
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
 from nmrun.step.sparsify import sparsify
@@ -90,7 +90,7 @@ def main() -> None:
     rows = []
 
     def measure(what: str, size: str, arms: Arms) -> None:
-        times = rounds(arms, options.rounds, cpu_clock())
+        times = rounds(arms, options.rounds, Clock())
         base = next(iter(arms))
         for (arm, pattern), samples in times.items():
             row = {"what": what, "size": size, "arm": arm, "pattern": pattern, "n": len(samples)}

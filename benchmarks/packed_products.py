@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nmrun.fast.cpu.kernels import bf16, int8, products
 from nmrun.fast.cpu.packed_linear import Bf16Linear, Int8Linear, PackedLinear
-from nmrun.lab.bench.harness import cpu_clock, hardware, machine_line, quartiles, rounds
+from nmrun.lab.bench.harness import Clock, hardware, machine_line, quartiles, rounds
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
 
@@ -108,9 +108,7 @@ def lines(precision: str, tokens: int, inputs: int, outputs: int, count: int) ->
         for _ in range(calls):
             call()
 
-    times = rounds(
-        {name: partial(repeated, call) for name, call in arms.items()}, count, cpu_clock()
-    )
+    times = rounds({name: partial(repeated, call) for name, call in arms.items()}, count, Clock())
     found = []
     for name in arms:
         cells = [f"{tokens} x {inputs} x {outputs}", name]

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from reference_loops import loop_of, ours
 
-from nmrun.lab.bench.harness import cpu_clock, hardware, machine_line, quartiles, rounds
+from nmrun.lab.bench.harness import Clock, hardware, machine_line, quartiles, rounds
 
 SHORTEST = 1.2  # seconds of CPU that both loops take in a round
 GPT = ("dataset=stdlib_text", "trainer.batch_size=16", "optimizer=adamw", "model=gpt_tiny")
@@ -65,7 +65,7 @@ def row(title: str, overrides: tuple[str, ...], number: int) -> tuple[float, str
     for steps in arms.values():
         next(steps)
     count = math.ceil(SHORTEST / (time.process_time() - began))
-    times = rounds({p: partial(several, arms[p], count) for p in arms}, number, cpu_clock())
+    times = rounds({p: partial(several, arms[p], count) for p in arms}, number, Clock())
     pairs = zip(times["fp32"], times["bf16"], strict=True)
     found = quartiles("x", [low / full for full, low in pairs])
     milliseconds = statistics.median(times["fp32"]) / count

@@ -178,7 +178,8 @@ def _findings(part: str) -> list[str]:
         texts = {side: _spoken(found, where) for side, where in sides.items()}
         shown = [f"{side}: {text}." for side, text in texts.items() if text]
         word = "[Significant](../statistics.md#significant)"
-        said += [f"**{word} differences to {_reference(command)}.** {' '.join(shown) or 'None.'}"]
+        whom = in_papers(_baseline(command)).replace("dense", "dense training")
+        said += [f"**{word} differences to {whom}.** {' '.join(shown) or 'None.'}"]
     return [f"- {line}" for line in said]
 
 
@@ -186,10 +187,6 @@ def _baseline(command: str) -> str:
     """The recipe, or the first label, of what a table compares with."""
     words = shlex.split(command)
     return words[words.index("--baseline") + 1].split()[0]
-
-
-def _reference(command: str) -> str:
-    return in_papers(_baseline(command)).replace("dense", "dense training")
 
 
 def _say(text: str) -> list[str]:

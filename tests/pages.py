@@ -1,7 +1,8 @@
-"""An HTML page, read."""
+"""Pages, read: HTML, and tables of Markdown."""
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 
 
@@ -45,3 +46,9 @@ class Page(HTMLParser):
             self.tables[-1][-1][-1] += data
         if "b" in self.open:
             self.bold.append(data)
+
+
+def markdown_lines(text: str) -> list[list[str]]:
+    """The cells of Markdown's tables, the head first, without the rule below it."""
+    lines = [line for line in text.splitlines() if re.match(r"\| (?!---)", line)]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]

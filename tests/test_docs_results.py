@@ -19,6 +19,7 @@ import measured
 import pandas as pd
 import pytest
 import torch
+from pages import markdown_lines
 from recomputed import Printed, number
 from scipy import stats
 from verbs import verb
@@ -49,6 +50,14 @@ def script(path: str) -> ModuleType:
     sys.modules[Path(path).stem] = module  # dataclasses look there
     spec.loader.exec_module(module)
     return module
+
+
+def runs_of(name: str) -> pd.DataFrame:
+    return pd.read_csv(RESULTS / f"{name}.csv", low_memory=False)
+
+
+def figures(text: str) -> list[float]:
+    return [float(each) for each in re.findall(r"-?[\d.]*\d", text.replace("\N{MINUS SIGN}", "-"))]
 
 
 def accuracies(path: Path, lines: list[str]) -> Path:
@@ -225,7 +234,7 @@ def test_verdicts_are_for_the_claim_and_apart_where_they_decide_nothing(tmp_path
     runs = accuracies(tmp_path / "runs.csv", lines)
     command = f"nmrun table {runs} --baseline sr_ste --overall"
     parts = f"all = {command}; two (exploratory: s_ste, asp) = {command}"
-    head, _, *rows = lines_of(tmp_path / "page.md", f"verdicts: {parts}")
+    head, *rows = lines_of(tmp_path / "page.md", f"verdicts: {parts}")
     assert head == ["claim", "all", "two"]
     found = {claim.partition(":")[0]: cells for claim, *cells in rows}
     shown = {name: [cell.partition(" ")[0] for cell in cells] for name, cells in found.items()}
@@ -236,21 +245,20 @@ def test_verdicts_are_for_the_claim_and_apart_where_they_decide_nothing(tmp_path
         "MdGf": ["undecided", "undecided"],
         "ASP": ["**fails**", "*fails*"],
     }
-    sizes = {name: float(cells[0].rpartition(" ")[2].replace("\N{MINUS SIGN}", "-"))
-             for name, cells in found.items() if "**" in cells[0]}  # fmt: skip
-    assert sizes["SR-STE"] == pytest.approx(sizes["S-STE"])
-    assert sizes["ASP"] == pytest.approx(-2 * sizes["S-STE"], abs=0.11)
+    ((one,), (same,), (twice,)) = (figures(found[name][0]) for name in ("S-STE", "SR-STE", "ASP"))
+    assert one == pytest.approx(same)
+    assert twice == pytest.approx(-2 * one, abs=0.11)
 
 
 def test_a_sentence_has_the_figures_of_its_tables_and_is_refused_if_they_say_otherwise(tmp_path):
     command = (
-        f"nmrun table {RESULTS}/step_long.csv --rows recipe,recipe.switch --filter sparsity=1:8 "
+        f"nmrun table {RESULTS}/step_long.csv --baseline sr_ste --rows recipe,recipe.switch "
+        "--filter sparsity=1:8 optimizer.lr=0.032 recipe=sr_ste,step recipe.switch=0.5 "
+        "recipe.decay=0.0,0.0002 trainer.budget=null"
     )
-    command += "optimizer.lr=0.032 recipe=sr_ste,step recipe.switch=0.5 recipe.decay=0.0,0.0002 "
-    command += "trainer.budget=null --baseline sr_ste"
     text = f"It leads by {{ahead step 0.5}} points, at {{mean step}} %. = {command}"
     cost = f"For {{times 0.5}} times as much. = {command} --metric flops/training_hardware"
-    runs = pd.read_csv(RESULTS / "step_long.csv", low_memory=False)
+    runs = runs_of("step_long")
     runs = runs[(runs.sparsity == "1:8") & (runs["optimizer.lr"] == 0.032)]
     runs = runs[runs["trainer.budget"].isna() & (runs["recipe.decay"] != 0.002)]
     step = runs[(runs["recipe.switch"] == "0.5")].mean(numeric_only=True)
@@ -270,7 +278,7 @@ def gains(file: str, optimizer: str) -> pd.DataFrame:
     deviation of the recipes. A seed that failed, by more than a tenth of the perplexity, counts
     as the recipe's worst other run.
     """
-    runs = pd.read_csv(RESULTS / f"{file}.csv", low_memory=False)
+    runs = runs_of(file)
     runs = runs[(runs.optimizer == optimizer) & (runs.recipe != "dense")]
     metric = runs.metric.iloc[0]
     sign = -1 if metric == "perplexity" else 1
@@ -289,7 +297,7 @@ def gains(file: str, optimizer: str) -> pd.DataFrame:
 def test_a_choice_is_judged_by_other_seeds_and_other_tasks(tmp_path):
     text = (RESULTS / "claims.md").read_text()
     block = re.search(r"<!-- (held_out: .*?) -->", text)[1]
-    _, _, *lines = lines_of(tmp_path / "page.md", block)
+    _, *lines = lines_of(tmp_path / "page.md", block)
     tasks = [
         ("images", "adam"), ("images", "sgd"), ("language", "adam"),
         ("wikitext", "adam"), ("translation", "adam"), ("finetuning", "adamw"),
@@ -311,8 +319,7 @@ def test_a_choice_is_judged_by_other_seeds_and_other_tasks(tmp_path):
             best = sum(others[1:], others[0]).idxmax()  # NaN where one of them has not that recipe
             new.append(judged[best].mean())
         expected = [statistics.fmean(known), statistics.fmean(new)]
-        figures = [float(cell.replace("\N{MINUS SIGN}", "-")) for cell in shown]
-        assert figures == pytest.approx(expected, abs=0.051), name
+        assert figures(" ".join(shown)) == pytest.approx(expected, abs=0.051), name
         if expected[1] < -1:
             lost.append(name)
     (said,) = re.findall(r"^In (.*?) the other tasks' choice loses", text, re.M)
@@ -322,49 +329,37 @@ def test_a_choice_is_judged_by_other_seeds_and_other_tasks(tmp_path):
 def lines_of(page: Path, block: str) -> list[list[str]]:
     """The cells of a block's table, line by line."""
     page.write_text(f"<!-- {block} -->\n<!-- end -->\n")
-    table = [line for line in measured.result(page).splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    return markdown_lines(measured.result(page))
 
 
 HOLDS = ("**holds**", "**fails**", "undecided")
+EXPLORED = ("ahead", "behind", "not told apart")
 MOMENTS = "--rows recipe.second_moment --baseline live --filter recipe=step"
+
+
+MECHANISM = f"step_mechanism.csv --cols recipe.switch {MOMENTS}"
+LANGUAGE = f"step_long_language.csv {MOMENTS} recipe.decay=0.0 recipe.switch=auto"
+# SR-STE stands in the table twice: for fewer FLOPs, and as the baseline
+EQUAL = (
+    "step_long.csv --rows recipe,recipe.switch,trainer.budget --cols optimizer.lr "
+    '--baseline "sr_ste - flops:28030000000000.0" --filter sparsity=1:8 recipe=sr_ste,step '
+    "optimizer.lr=0.008,0.032 recipe.switch=0.5 recipe.decay=0.0,0.0002"
+)
 
 
 @pytest.mark.parametrize(
     ("part", "command", "place", "words"),
     [
-        (
-            "short",
-            f"step_mechanism.csv --cols recipe.switch {MOMENTS} optimizer.lr=0.002 recipe.lr_factor=1.0",
-            "short, switch=",
-            HOLDS,
-        ),
-        (
-            "later (exploratory)",
-            f"step_mechanism.csv --cols recipe.switch {MOMENTS} optimizer.lr=0.00841",
-            "later, switch=",
-            ("ahead", "behind", "not told apart"),
-        ),
-        (
-            "text",
-            f"step_long_language.csv {MOMENTS} recipe.decay=0.0 recipe.switch=auto",
-            "text, ",
-            HOLDS,
-        ),
-        (  # SR-STE stands in the table twice: for fewer FLOPs, and as the baseline
-            "equal",
-            "step_long.csv --rows recipe,recipe.switch,trainer.budget --cols optimizer.lr "
-            '--baseline "sr_ste - flops:28030000000000.0" --filter sparsity=1:8 recipe=sr_ste,step '
-            "optimizer.lr=0.008,0.032 recipe.switch=0.5 recipe.decay=0.0,0.0002",
-            "equal, switch=0.5, lr=",
-            HOLDS,
-        ),
+        ("short", f"{MECHANISM} optimizer.lr=0.002 recipe.lr_factor=1.0", "short, switch=", HOLDS),
+        ("later (exploratory)", f"{MECHANISM} optimizer.lr=0.00841", "later, switch=", EXPLORED),
+        ("text", LANGUAGE, "text, ", HOLDS),
+        ("equal", EQUAL, "equal, switch=0.5, lr=", HOLDS),
     ],
 )
 def test_lines_have_their_side_and_the_settings_of_their_row(part, command, place, words, tmp_path):
     """More accuracy is better and less perplexity; a difference without a star decides nothing."""
     command = f"nmrun table {RESULTS}/{command}"
-    _, _, *lines = lines_of(tmp_path / "page.md", f"lines: title: {part} = {command}")
+    _, *lines = lines_of(tmp_path / "page.md", f"lines: title: {part} = {command}")
     better = -1 if "language" in command else 1
     expected = {
         place + column: words[2 if verdict.p >= 0.05 else int(better * verdict.mean < 0)]
@@ -383,8 +378,8 @@ def test_lines_say_where_no_rule_decided(tmp_path):
         "recipe.decay=0.0,0.0002 trainer.budget=null"
         for rate in ("0.002", "0.008")
     )
-    _, _, *lines = lines_of(tmp_path / "page.md", f"lines: STEP: {'; '.join(tables)}")
-    runs = pd.read_csv(RESULTS / "step_long.csv", low_memory=False)
+    _, *lines = lines_of(tmp_path / "page.md", f"lines: STEP: {'; '.join(tables)}")
+    runs = runs_of("step_long")
     runs = runs[(runs["recipe.switch"] == "auto") & runs["recipe.threshold"].isna()]
     assert len(lines) == 6
     for name, figure in lines:
@@ -394,20 +389,18 @@ def test_lines_say_where_no_rule_decided(tmp_path):
 
 
 def test_adam_and_sgd_are_compared_by_seed(tmp_path):
-    file = RESULTS / "images_as_they_come.csv"
-    lines = lines_of(tmp_path / "page.md", f"contrast: all = {file}")
-    runs = pd.read_csv(file, low_memory=False)
+    block = f"contrast: all = {RESULTS}/images_as_they_come.csv"
+    _, *lines = lines_of(tmp_path / "page.md", block)
+    runs = runs_of("images_as_they_come")
     # 0.1 is SGD's rate
     means = runs.groupby(["recipe", "optimizer.lr", "seed"])["test/accuracy"].mean()
     loss = 100 * (means["dense"] - means["sr_ste"])
-    for name, figure in lines[2:]:
+    for name, figure in lines:
         rate = float(name.rpartition(" ")[2])
         low, high = stats.ttest_rel(loss[rate], loss[0.1]).confidence_interval()
-        shown = [
-            float(x) for x in re.findall(r"[-+]?[\d.]+", figure.replace("\N{MINUS SIGN}", "-"))
-        ]
-        assert shown == pytest.approx([(loss[rate] - loss[0.1]).mean(), low, high, 5], abs=0.051)
-    assert len(lines) == 4
+        expected = [(loss[rate] - loss[0.1]).mean(), low, high, 5]
+        assert figures(figure) == pytest.approx(expected, abs=0.051)
+    assert len(lines) == 2
 
 
 def test_the_picture_of_which_recipe_is_of_the_runs():
@@ -418,9 +411,8 @@ def test_the_picture_of_which_recipe_is_of_the_runs():
         ("images", "sdgf_stepwise", "1:16", images),
         ("language", "step", "1:4", text),
     ):
-        runs = pd.read_csv(RESULTS / f"{file}.csv", low_memory=False)
+        runs = runs_of(file).set_index("seed")
         runs = runs[runs["optimizer.name"] == ("sgd" if shown is images else "adam")]
-        runs = runs.set_index("seed")
         metric, scale = ("test/accuracy", 100) if shown is images else ("test/perplexity", -1)
         ours = runs[(runs.recipe == recipe) & (runs.sparsity == ratio)][metric]
         change = scale * (ours - runs[runs.recipe == "dense"][metric])
@@ -447,13 +439,11 @@ FIRST_CHOICES = [
     ("with nothing tuned", "wikitext_as_they_come", "adam", "1:16", "S-STE"),
     ("for thousands of steps", "step_long_language", "adam", "1:8", "S-STE"),
 ]
+TEXTS = "language wikitext translation language_as_they_come wikitext_as_they_come"
 FROM_SCRATCH = (
-    ("images", "adam"),
-    ("images", "sgd"),
-    ("images_as_they_come", "adam"),
-    ("images_as_they_come", "sgd"),
-    *((name, "adam") for name in ("language", "wikitext", "translation")),
-    *((name, "adam") for name in ("language_as_they_come", "wikitext_as_they_come")),
+    *(("images", "adam"), ("images", "sgd")),
+    *(("images_as_they_come", "adam"), ("images_as_they_come", "sgd")),
+    *((name, "adam") for name in TEXTS.split()),
 )
 
 
@@ -532,9 +522,7 @@ def test_the_bytes_of_which_recipe_are_those_that_training_holds(bytes_held):
 @pytest.mark.parametrize("page", TUNED)
 def test_runs_have_the_settings_that_were_best_in_their_trials(page):
     """Of the settings that were tried with three seeds, on the validation split."""
-    runs, trials = (
-        pd.read_csv(RESULTS / f"{page}{part}.csv", low_memory=False) for part in ("", "_trials")
-    )
+    runs, trials = runs_of(page), runs_of(f"{page}_trials")
     cells = trials.groupby("cell")  # a recipe, its ratio where it has one, and an optimizer
     assert {cell.split()[0] for cell in cells.groups} == set(runs.recipe)
     for cell, tried in cells:
@@ -562,3 +550,38 @@ def near(text: str, used: object) -> bool:
         return abs(float(text) - float(str(used))) <= 0.501 * last
     except ValueError:
         return text == used
+
+
+PLACE = ["recipe", "init", "sparsity", "trainer.distill", "recipe.masks"]
+
+
+@pytest.fixture
+def retrained() -> pd.DataFrame:
+    runs = pd.read_csv(RESULTS / "retraining.csv", dtype=str, keep_default_na=False)
+    return runs[runs["trainer.limit_batches"] == "98"]
+
+
+def test_retrained_networks_have_the_settings_that_were_best_in_the_trials(retrained):
+    """On the validation text, and the learning rate at no end of those tried with these options."""
+    trials = pd.read_csv(RESULTS / "retraining_trials.csv", dtype=str, keep_default_na=False)
+    options = [key for key in retrained if key.startswith("recipe.")]
+    places = trials.groupby(PLACE)
+    for _, run in retrained.drop_duplicates([*PLACE, *options, "optimizer.lr"]).iterrows():
+        tried = places.get_group(tuple(run[PLACE]))
+        best = tried.loc[tried["eval/perplexity"].astype(float).idxmin()]
+        assert (best[options] == run[options]).all()
+        assert best["optimizer.lr"] == run["optimizer.lr"]
+        rates = tried[(tried[options] == run[options]).all(axis=1)]["optimizer.lr"].astype(float)
+        assert rates.min() < float(run["optimizer.lr"]) < rates.max()
+
+
+def test_a_teacher_brings_more_than_the_choice_of_recipe(retrained):
+    """From SparseGPT's networks: the least that it brings a recipe's mean, and how far recipes lie
+    apart without it.
+    """
+    runs = retrained[retrained.init == "sparsegpt"]
+    keys = [runs.sparsity, runs["trainer.distill"], runs.recipe]
+    means = runs["test/perplexity"].astype(float).groupby(keys).mean()
+    for ratio in ("2:4", "4:8", "1:4"):
+        alone, taught = means[ratio, "null"], means[ratio, "dense"]
+        assert (alone[taught.index] - taught).min() > alone.max() - alone.min()

@@ -99,7 +99,9 @@ class Clock:
     empties a GPU's L2 cache before, by writing to other memory.
     """
 
-    def __init__(self, device: str | torch.device, steps: int = 1, flush: bool = False) -> None:
+    def __init__(
+        self, device: str | torch.device = "cpu", steps: int = 1, flush: bool = False
+    ) -> None:
         self.device, self.steps, threads = torch.device(device), steps, torch.get_num_threads()
         self.gpu, self.flushed = self.device.type == "cuda", None
         self.now, self.name = time.perf_counter, f"of wall time, {threads} threads"
@@ -121,10 +123,6 @@ class Clock:
         end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) / self.steps
-
-
-def cpu_clock() -> Clock:
-    return Clock("cpu")
 
 
 def rounds(

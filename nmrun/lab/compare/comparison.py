@@ -17,7 +17,7 @@ import pandas as pd
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare.differences import Overall, against, better, over_all_cells
-from nmrun.lab.compare.notation import Key, label
+from nmrun.lab.compare.notation import Key
 from nmrun.lab.compare.runs import (
     Lines,
     check_name,
@@ -27,10 +27,10 @@ from nmrun.lab.compare.runs import (
     verify,
 )
 from nmrun.lab.compare.statistics import Difference
-from nmrun.lab.compare.tables import ROW_COLUMNS, Run, Table, build, settings_apart
+from nmrun.lab.compare.tables import ROW_COLUMNS, Table, build, by_place, settings_apart
 
 Keys = str | Sequence[str] | None
-GROUPS = ("dataset", "model")  # of which each has a table
+GROUPS = ("dataset", "model")  # of which each has a table, unless they are rows or columns
 ALL = "all cells"
 ALL_BUT = "all but"
 
@@ -74,11 +74,6 @@ class Query:
             )
         if "metric" in (*self.rows, *self.cols):
             raise ConfigError("--overall: one metric at a time, which is no row or column")
-
-    @property
-    def groups(self) -> list[str]:
-        """The keys whose values have a table each, unless they are rows or columns."""
-        return [key for key in GROUPS if key not in (*self.rows, *self.cols)]
 
 
 def keys(names: Keys) -> tuple[str, ...]:
@@ -134,9 +129,8 @@ def one_metric(query: Query) -> None:
 
 
 def _groups(runs: pd.DataFrame, query: Query) -> list[pd.DataFrame]:
-    if not query.groups:
-        return [runs]
-    return [part for _, part in runs.groupby(query.groups, dropna=False)]
+    keys = [key for key in GROUPS if key not in (*query.rows, *query.cols)]
+    return [part for _, part in runs.groupby(keys, dropna=False)] if keys else [runs]
 
 
 def divide(runs: pd.DataFrame, query: Query) -> list[Table]:
@@ -146,10 +140,7 @@ def divide(runs: pd.DataFrame, query: Query) -> list[Table]:
     _check(runs, query)
     tables = []
     for group in _groups(filtered(runs, query.filter), query):
-        cells: dict[Key, list[Run]] = {}
-        for run in group.to_dict("records"):
-            place = tuple(label(run[key]) for key in (*query.rows, *query.cols))
-            cells.setdefault(place, []).append(run)
+        cells = by_place(group.to_dict("records"), query.rows, query.cols)
         apart = dict.fromkeys(key for cell in cells.values() for key in settings_apart(cell))
         tables += compare(group, replace(query, filter=(), rows=(*query.rows, *apart))).tables
     return tables

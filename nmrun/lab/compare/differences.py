@@ -24,7 +24,8 @@ import numpy as np
 from nmrun.errors import ConfigError
 from nmrun.lab.compare.notation import Key
 from nmrun.lab.compare.statistics import Difference, difference, holm, moderated, paired
-from nmrun.lab.compare.tables import Place, Table, named_rows
+from nmrun.lab.compare.tables import Place, Table
+from nmrun.registry import no_such
 
 
 def against(table: Table, baseline: str) -> Table:
@@ -51,8 +52,14 @@ def against(table: Table, baseline: str) -> Table:
 
 def pairs(table: Table, baseline: str) -> tuple[list[Key], dict[Place, Key]]:
     """The rows of a baseline, and by place the one of them that a cell is compared with."""
-    every = named_rows(table.rows, table.row_keys, baseline)
-    exact = " ".join(every[0]) == baseline
+    by_name = {" ".join(row): row for row in table.rows}
+    exact = baseline in by_name
+    recipe = table.row_keys.index("recipe") if "recipe" in table.row_keys else 0
+    of_recipe = [row for row in table.rows if row[recipe] == baseline]
+    every = [by_name[baseline]] if exact else of_recipe
+    if not every:
+        listing = no_such("row", baseline, by_name, "nmrun table")
+        raise ConfigError(f"--baseline {baseline}: {listing}")
     rivals: dict[Place, Key] = {}
     for row, column in table.cells:
         like = every if exact else [other for other in every if not _unlike(table, row, other)]

@@ -28,7 +28,6 @@ from nmrun.lab.compare.statistics import FEWEST, Cell, Difference, grain, summar
 from nmrun.lab.config.identity import IRRELEVANT, SETTINGS
 from nmrun.lab.output import quantity
 from nmrun.oneshot import METHODS
-from nmrun.registry import no_such
 
 Run = Mapping[Any, Any]  # a row of ``collect``
 Place = tuple[Key, Key]  # row and column
@@ -86,11 +85,6 @@ class Table:
         keys = self.column_keys if recipes_are_columns else self.row_keys
         apart = APART if "recipe" in keys else ("metric",)
         return "row" if recipes_are_columns else "column", [key for key in keys if key in apart]
-
-    @property
-    def several_metrics(self) -> bool:
-        """Whether rows or columns are metrics."""
-        return "metric" in (*self.row_keys, *self.column_keys)
 
     @property
     def references(self) -> set[Key]:
@@ -189,10 +183,8 @@ def build(
     """
     rows, columns = tuple(row_keys), tuple(column_keys)
     metrics = metric.split(",") if "metric" in (*rows, *columns) else [metric]
-    members: dict[Place, list[Run]] = {}
-    for run in ({**run, "metric": each} for run in runs.to_dict("records") for each in metrics):
-        place = (tuple(label(run[k]) for k in rows), tuple(label(run[k]) for k in columns))
-        members.setdefault(place, []).append(run)
+    every = ({**run, "metric": each} for run in runs.to_dict("records") for each in metrics)
+    members = by_place(every, rows, columns)
     _check_alike(members, rows)
     cells = {place: _cell(group) for place, group in members.items()}
     stands = _stands(members, columns)
@@ -215,6 +207,17 @@ def build(
     )
     table = _set_apart(table)
     return replace(table, best=frozenset(_best(table)))
+
+
+def by_place(
+    runs: Iterable[Run], row_keys: Sequence[str], column_keys: Sequence[str]
+) -> dict[Place, list[Run]]:
+    """Runs by their labels in these rows and columns."""
+    places: dict[Place, list[Run]] = {}
+    for run in runs:
+        row, column = (tuple(label(run[k]) for k in keys) for keys in (row_keys, column_keys))
+        places.setdefault((row, column), []).append(run)
+    return places
 
 
 def _settings(runs: Sequence[Run]) -> tuple[dict[str, str], list[str]]:
@@ -385,13 +388,3 @@ def _ties(table: Table, values: Mapping[Place, float]) -> list[Place]:
         return len({round(mean, min(digits[place], digits[top])) for mean in both}) == 1
 
     return list(filter(ties, values))
-
-
-def named_rows(rows: Sequence[Key], keys: Key, name: str) -> list[Key]:
-    """The row of all these labels, or else those of this recipe. Raises ConfigError for none."""
-    by_name = {" ".join(row): row for row in rows}
-    recipe = keys.index("recipe") if "recipe" in keys else 0
-    matches = [by_name[name]] if name in by_name else [row for row in rows if row[recipe] == name]
-    if not matches:
-        raise ConfigError(f"--baseline {name}: {no_such('row', name, by_name, 'nmrun table')}")
-    return matches

@@ -105,7 +105,8 @@ def comparison(table: Table, number: str) -> list[str]:
     """The lines above the differences, which are over a ``number`` of seeds."""
     several = " (accuracies in percentage points)" if "accuracy" in table.metric else ""
     name = unit(table.metric, difference=True)
-    units = several if table.several_metrics else f" in {name}" if name else ""
+    of_metrics = "metric" in (*table.row_keys, *table.column_keys)
+    units = several if of_metrics else f" in {name}" if name else ""
     with_p = any(gap.p is not None for gap in table.differences.values())
     shown = "its 95 % interval and p-value" if with_p else "its 95 % interval"
     whom = ", ".join(words(table.row_keys, row) for row in table.baseline)

@@ -168,9 +168,7 @@ def plot(argv: Sequence[str]) -> int:
         metavar="INCHES",
         help="3.25 fits one of two columns; fonts keep their size",
     )
-    parser.add_argument(
-        "--baseline", metavar="ROW", help="row to compare with in --kind overall, such as dense"
-    )
+    _baseline(parser, "for --kind overall, such as dense")
     parser.add_argument(
         "--ylim", type=limits, metavar="LOW,HIGH", help="limits of the y axis, such as 90,100"
     )

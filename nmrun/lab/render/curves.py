@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 
 from nmrun.errors import RunError, tell
 from nmrun.lab.compare import notation
-from nmrun.lab.compare.notation import Key, label, scale
-from nmrun.lab.compare.tables import Run, Table
+from nmrun.lab.compare.notation import Key, scale
+from nmrun.lab.compare.tables import Run, Table, by_place
 from nmrun.lab.render.style import (
     FEW,
     SWITCHES,
@@ -54,14 +54,10 @@ class History:
         self.table, self.folders = table, RunFolders() if folders is None else folders
         self.cells: dict[tuple[Key, Key], list[Run]] = {}
         self._rows: dict[str, list[dict[str, Any]]] = {}
-        for run in table.records:
-            row, column = (
-                tuple(label(run[key]) for key in keys)
-                for keys in (table.row_keys, table.column_keys)
-            )
-            if run["status"] == "finished":
-                for target in table.stands.get((row, column), [column]):
-                    self.cells.setdefault((row, target), []).append(run)
+        finished = (run for run in table.records if run["status"] == "finished")
+        for place, runs in by_place(finished, table.row_keys, table.column_keys).items():
+            row, column = place
+            self.cells |= {(row, shown): runs for shown in table.stands.get(place, [column])}
 
     def curve(self, row: Key, column: Key, key: str, x: str = "step") -> Curve | None:
         """A logged value in a cell, over ``step``, ``epoch`` or ``seconds`` (of training steps);

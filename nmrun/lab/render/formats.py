@@ -48,14 +48,13 @@ def render(comparison: Comparison, style: str) -> str:
     """
     if style in ("csv", "json"):
         return runs.as_text(lines(comparison), style)
-    if style == "latex" and comparison.overall:
-        return latex(over_all_cells(comparison, in_papers=True), "overall")
-    if style == "latex":
+    in_latex = style == "latex"
+    if comparison.overall:
+        grid = over_all_cells(comparison, in_papers=in_latex)
+        return latex(grid, "overall") if in_latex else markdown(grid)
+    if in_latex:
         return "\n".join(map(_in_latex, comparison.tables))
-    every = [over_all_cells(comparison)] if comparison.overall else []
-    return "\n".join(
-        map(markdown, every or [g for table in comparison.tables for g in grids(table)])
-    )
+    return "\n".join(markdown(grid) for table in comparison.tables for grid in grids(table))
 
 
 # --- what is read ---------------------------------------------------------------------------------

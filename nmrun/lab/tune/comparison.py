@@ -86,11 +86,10 @@ def run(cell: TuningCell, trials: int) -> bool:
             trial = _try(cell, params, SEED)
             best = next(iter(study_of(cell).ranked(trials)), None)
             what = f"trial {number + 1}/{trials}  {params_text(params)}"
-            _say(cell, what, f"{score_text(trial)}, best {score_text(best)}", trial.seconds)
+            _say(cell, what, trial, f", best {score_text(best)}")
         for params, seed in study.to_repeat(trials):
             trial = _try(cell, params, seed)
-            what = f"seed {seed} of tuning  {params_text(params)}"
-            _say(cell, what, score_text(trial), trial.seconds)
+            _say(cell, f"seed {seed} of tuning  {params_text(params)}", trial)
         every = True
         for words, config in reported(cell, trials):
             if RunFolder(run_folder(config)).finished() is None:
@@ -98,13 +97,13 @@ def run(cell: TuningCell, trials: int) -> bool:
                 if outcome["status"] == "running":
                     every = False
                     continue
-                trial = of_result(outcome, cell.searched)
-                _say(cell, f"seed {config.seed}", score_text(trial), trial.seconds)
+                _say(cell, f"seed {config.seed}", of_result(outcome, cell.searched))
     return every
 
 
-def _say(cell: TuningCell, what: str, score: str, seconds: float) -> None:
-    print(f"{cell.name}  {what}  {score}  {seconds:.0f} s", flush=True)
+def _say(cell: TuningCell, what: str, trial: Trial, beside: str = "") -> None:
+    score = score_text(trial)
+    print(f"{cell.name}  {what}  {score}{beside}  {trial.seconds:.0f} s", flush=True)
 
 
 def reported(cell: TuningCell, trials: int) -> list[tuple[list[str], Config]]:

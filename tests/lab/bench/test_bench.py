@@ -31,19 +31,16 @@ SMALL = ("trainer.batch_size=4", "trainer.threads=1", "trainer.device=cpu")
 # --- the harness ----------------------------------------------------------------------------------
 
 
-def test_quartiles_and_paired_ratios() -> None:
-    assert harness.quartiles("ms", [4.0, 1.0, 3.0, 2.0, 5.0]) == {
-        "ms": 3.0,
-        "ms_q1": 2.0,
-        "ms_q3": 4.0,
-    }
+def test_quartiles_and_paired_ratios():
+    row = harness.quartiles("ms", [4.0, 1.0, 3.0, 2.0, 5.0])
+    assert row == {"ms": 3.0, "ms_q1": 2.0, "ms_q3": 4.0}
     assert harness.quartiles("ms", [7.0]) == {"ms": 7.0, "ms_q1": 7.0, "ms_q3": 7.0}
     # 2, 4 and 1 times as fast, whatever the medians are
     row = harness.speedup([1.0, 10.0, 2.0], [2.0, 40.0, 2.0])
     assert (row["n"], row["ms"], row["speedup"]) == (3, 2.0, 2.0)
 
 
-def test_a_round_runs_every_arm_once() -> None:
+def test_a_round_runs_every_arm_once():
     seen: list[str] = []
     arms = {name: partial(seen.append, name) for name in "abc"}
     times = harness.rounds(arms, 8, harness.Clock(CPU), warm_up=1)
@@ -54,7 +51,7 @@ def test_a_round_runs_every_arm_once() -> None:
     assert len(set(rounds)) > 3  # in changing orders
 
 
-def test_tables() -> None:
+def test_tables():
     rows = [
         {"a": 1, "b": "x", "ms": 2.0},
         {"a": 1, "b": "y", "wrong": "out of memory"},
@@ -69,7 +66,7 @@ def test_tables() -> None:
     assert harness.spread({"v": 1.2345, "v_q1": 0.05, "v_q3": 120.0}, "v") == "1.23 [0.0500, 120]"
 
 
-def test_what_nvidia_smi_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nvidia_smi_says(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert harness.nvidia_smi("driver_version") == []
     tool = tmp_path / "nvidia-smi"
@@ -103,7 +100,7 @@ def written(folder: Path, name: str = "played") -> list[dict[str, Any]]:
     return rows
 
 
-def test_a_page_has_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_has_what_was_measured(tmp_path, capsys):
     played({}, tmp_path)
     printed, first = capsys.readouterr()
     assert (tmp_path / "played_cpu.md").read_text() == printed
@@ -112,43 +109,26 @@ def test_a_page_has_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixt
         (case, arm, 2) for case in ("one", "two") for arm in ("dense", "sparse")
     ]
     # a time of each arm before the rounds
-    assert first.splitlines() == [
-        f"{case}{end}"
-        for case in ("one", "two")
-        for end in (
-            ", dense: 2 ms at first",
-            ", sparse: 1 ms at first",
-            ": 2 rounds of 2 arms",
-        )
-    ]
+    said = ("{}, dense: 2 ms at first", "{}, sparse: 1 ms at first", "{}: 2 rounds of 2 arms")
+    assert first.splitlines() == [line.format(case) for case in ("one", "two") for line in said]
 
 
 # an arm takes two calls to warm up and a first time, so a case's rounds are calls 7 to 10
 @pytest.mark.parametrize(("call", "rounds"), [(10, 1), (12, 2)])
 @pytest.mark.parametrize("end", [KeyboardInterrupt, MemoryError])
-def test_whole_rounds_are_reported_whatever_comes(
-    call: int,
-    rounds: int,
-    end: type[BaseException],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_whole_rounds_are_reported_whatever_comes(call, rounds, end, tmp_path, capsys):
     with pytest.raises(end):
         played({call: end}, tmp_path)
     assert "| one " in capsys.readouterr().out
-    assert [(row["case"], row["arm"], row["n"]) for row in written(tmp_path)] == [
-        ("one", "dense", rounds),
-        ("one", "sparse", rounds),
-    ]
+    reported = [(row["case"], row["arm"], row["n"]) for row in written(tmp_path)]
+    assert reported == [("one", "dense", rounds), ("one", "sparse", rounds)]
 
 
-def test_an_arm_that_fails_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_arm_that_fails_is_a_line(tmp_path, capsys):
     """Also for want of memory; the first, with which the others are compared, ends its case."""
     played({4: RuntimeError, 7: torch.OutOfMemoryError}, tmp_path)
-    failed = [
-        (row["case"], row["arm"]) for row in written(tmp_path) if row.get("wrong") == "no more"
-    ]
-    assert failed == [("one", "sparse"), ("two", "dense")]
+    failed = [row for row in written(tmp_path) if row.get("wrong") == "no more"]
+    assert [(row["case"], row["arm"]) for row in failed] == [("one", "sparse"), ("two", "dense")]
     printed, first = capsys.readouterr()
     assert "no more" in printed
     assert "one, sparse: no more\n" in first
@@ -166,28 +146,22 @@ def test_an_arm_that_fails_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("train --arms sr_tse", "did you mean sr_ste?"),
     ],
 )
-def test_a_mistake_gets_a_line(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_gets_a_line(words, message, capsys):
     assert verb("bench", *words.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("nmrun: ")
     assert message in line
 
 
-def test_the_arms_that_a_processor_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_arms_that_a_processor_can_have(monkeypatch):
     monkeypatch.setattr(infer, "has_bf16", lambda: False)
     there = SimpleNamespace(KERNELS=SimpleNamespace(obstacle=lambda: ""))
     monkeypatch.setattr(infer, "int8", there)
     kinds, patterns = ("compiled", "openvino", "packed"), [Pattern(2, 4), Pattern(1, 8)]
     assert infer.chosen(kinds, patterns, None, CPU) == [
-        ("float32", "compiled", ""),
-        ("float32", "openvino", ""),
-        ("int8", "openvino", ""),
-        ("float32", "packed", "2:4"),
-        ("float32", "packed", "1:8"),
-        ("int8", "packed", "2:4"),
-        ("int8", "packed", "1:8"),
+        *(("float32", "compiled", ""), ("float32", "openvino", ""), ("int8", "openvino", "")),
+        *(("float32", "packed", "2:4"), ("float32", "packed", "1:8")),
+        *(("int8", "packed", "2:4"), ("int8", "packed", "1:8")),
     ]
     assert infer.chosen(["compiled"], patterns, ["int8"], CPU) == []
 
@@ -195,12 +169,20 @@ def test_the_arms_that_a_processor_can_have(monkeypatch: pytest.MonkeyPatch) -> 
 # --- infer ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler works here")
-def test_infer_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--device cpu --models tiny --tokens 1 2x9 --rounds 2 --threads 1 --sparsity 1:4 3:7"
-    words += f" --arms torch packed --precisions float32 --out {tmp_path}/out"
-    assert bench.main(["infer", *words.split()]) == 0
-    rows = written(tmp_path / "out", "infer")
+COMPILES = pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler works here")
+
+
+def inferred(words: str, out: Path) -> list[dict[str, Any]]:
+    """What ``nmrun bench infer`` says of float32 on a CPU."""
+    asked = f"infer --device cpu --precisions float32 --arms torch packed --out {out} {words}"
+    assert bench.main(asked.split()) == 0
+    return written(out, "infer")
+
+
+@COMPILES
+def test_infer_on_a_cpu(tmp_path, capsys):
+    words = "--models tiny --tokens 1 2x9 --rounds 2 --threads 1 --sparsity 1:4 3:7"
+    rows = inferred(words, tmp_path / "out")
     assert (tmp_path / "out" / "infer_cpu.md").read_text() in capsys.readouterr().out
     arms = (("torch", ""), ("packed", "1:4"), ("packed", "3:7"))
     assert [((r["sequences"], r["tokens"]), (r["arm"], r["pattern"])) for r in rows] == [
@@ -215,19 +197,16 @@ def test_infer_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(products.KERNELS.obstacle()), reason="no C compiler works here")
-def test_infer_of_images_on_a_cpu(tmp_path: Path) -> None:
-    words = "--device cpu --models resnet18 --sparsity 1:8 --tokens 2 --rounds 1"
-    words += f" --arms torch packed --precisions float32 --out {tmp_path}"
-    assert bench.main(["infer", *words.split()]) == 0
-    rows = written(tmp_path, "infer")
+@COMPILES
+def test_infer_of_images_on_a_cpu(tmp_path):
+    rows = inferred("--models resnet18 --sparsity 1:8 --tokens 2 --rounds 1", tmp_path)
     assert [row["arm"] for row in rows] == ["torch", "packed"]
     assert all("wrong" not in row and row["ms"] > 0 for row in rows)
     assert rows[-1]["layers"].endswith(" of 21")
     assert "resnet18, 2 images: packed 1:8 in float32" in (tmp_path / "infer_cpu.md").read_text()
 
 
-def test_weights_whose_outputs_do_not_fit_stay_dense() -> None:
+def test_weights_whose_outputs_do_not_fit_stay_dense():
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 10))
     pruned = infer.prune(model, Pattern.parse("16:2:8"))
     assert torch.equal(pruned[0].weight, hard_threshold(model[0].weight, "16:2:8"))
@@ -243,7 +222,7 @@ def rows_of(*arms: infer.Arm) -> list[harness.Row]:
     return rows
 
 
-def test_wrong_outputs_are_not_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_outputs_are_not_compared_with(monkeypatch):
     monkeypatch.setattr(infer, "compiled", lambda model, _: lambda x: 2 * model(x))
     torchs, compiled = rows_of(("float32", "compiled", ""))
     assert compiled["off"] == pytest.approx(1.0)
@@ -258,9 +237,7 @@ def test_wrong_outputs_are_not_compared_with(monkeypatch: pytest.MonkeyPatch) ->
         (TypeError("no such\noperator"), "TypeError: no such"),
     ],
 )
-def test_a_runtime_that_is_missing_or_cannot_take_a_network_is_a_line(
-    error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_runtime_that_is_missing_or_cannot_take_a_network_is_a_line(error, reason, monkeypatch):
     def fails(*_: Any) -> Any:
         raise error
 
@@ -274,20 +251,16 @@ def test_a_runtime_that_is_missing_or_cannot_take_a_network_is_a_line(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "precision", "module"),
-    [
-        ("compiled", "float32", "torch"),
-        ("openvino", "float32", "openvino"),
-        ("openvino", "int8", "nncf"),
-    ],
-)
-def test_runtimes_compute_what_torch_does(name: str, precision: str, module: str) -> None:
+    [("compiled", "float32", "torch"), ("openvino", "float32", "openvino"), ("openvino", "int8", "nncf")],
+)  # fmt: skip
+def test_runtimes_compute_what_torch_does(name, precision, module):
     pytest.importorskip(module)
     torch.manual_seed(0)
     _, row = rows_of((precision, name, ""))
     assert row["off"] < {"float32": 1e-5, "int8": 0.03}[precision]
 
 
-def test_onednns_copies_of_dense_layers_count_too() -> None:
+def test_onednns_copies_of_dense_layers_count_too():
     weight = torch.randn(256, 512)
     for one, expected in (
         (DenseInt8Linear.of(weight), 0.5),
@@ -302,7 +275,7 @@ def test_onednns_copies_of_dense_layers_count_too() -> None:
 
 
 @pytest.mark.slow
-def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train(tmp_path, capsys):
     """Each recipe by its defaults, through all of its phases."""
     words = ["--rounds", "2", "--steps", "1", "--sparsity", "1:16", "--out", str(tmp_path)]
     assert bench.main(["train", *words, *SMALL]) == 0
@@ -338,7 +311,7 @@ def loops(
     return (lambda name: arms[name]({})), trained
 
 
-def test_the_bare_loop_takes_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bare_loop_takes_the_same_step(tmp_path, monkeypatch):
     loop, trained = loops(tmp_path, monkeypatch)
     ours, plain = loop("dense"), loop("plain_loop")
     before = [p.detach().clone() for p in trained[0].parameters()]
@@ -349,32 +322,30 @@ def test_the_bare_loop_takes_the_same_step(tmp_path: Path, monkeypatch: pytest.M
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_the_masked_loop_trains_as_ste_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_masked_loop_trains_as_ste_does(tmp_path, monkeypatch):
     """With the weights that people have, which are dense and are masked in the forward pass."""
     loop, trained = loops(tmp_path, monkeypatch, "trainer.acceleration=off")
     ours, masked = loop("ste"), loop("masked_loop")
     ours()
     masked()
-    used = dict(trained[0].named_parameters())
-    others = dict(trained[1].named_parameters())
-    dense = {name.replace("parametrizations.", "").replace(".original", "") for name in others}
-    assert dense == used.keys()
+    used, others = (dict(model.named_parameters()) for model in trained)
+    plain = {
+        name: name.replace("parametrizations.", "").replace(".original", "") for name in others
+    }
+    assert {*plain.values()} == used.keys()
     sparse = [name for name in others if name.endswith(".original")]
     assert len(sparse) == 8
     for name, other in others.items():
-        plain = name.replace("parametrizations.", "").replace(".original", "")
         if name in sparse:
             other = hard_threshold(other.detach(), Pattern(2, 4))
         # a gradient that is nearly 0 may have either sign, and so may Adam's first step
-        off = (used[plain] - other).abs() > 1e-4 * other.abs() + 1e-6
+        off = (used[plain[name]] - other).abs() > 1e-4 * other.abs() + 1e-6
         assert float(off.float().mean()) < 1e-3, name
 
 
 @pytest.mark.parametrize("ratio", ["2:8", "2:2:8"])
 @pytest.mark.parametrize(("shape", "dim"), [((6, 16), 1), ((16, 6), 0), ((8, 16, 3, 3), 1)])
-def test_the_mask_of_the_masked_loop(shape: tuple[int, ...], dim: int, ratio: str) -> None:
+def test_the_mask_of_the_masked_loop(shape, dim, ratio):
     torch.manual_seed(0)
     weight, upstream = torch.randn(shape, requires_grad=True), torch.randn(shape)
     pruned = train.TopK(Pattern.parse(ratio), dim)(weight)
@@ -395,14 +366,12 @@ def test_the_mask_of_the_masked_loop(shape: tuple[int, ...], dim: int, ratio: st
         ("resnet18", 11.7),
     ],
 )
-def test_the_networks_are_what_their_names_say(name: str, millions: float, tmp_path: Path) -> None:
+def test_the_networks_are_what_their_names_say(name, millions, tmp_path):
     config = options.composed(tmp_path, ["recipe=dense", *options.NETWORKS[name]])
     keys = config.dataset.values()
-    inputs = (
-        {"shape": (3, keys["side"], keys["side"]), "classes": 1000}
-        if "side" in keys
-        else {"vocabulary": keys["vocabulary"], "context": keys["context"]}
-    )
+    inputs = {key: keys[key] for key in ("vocabulary", "context") if key in keys}
+    if side := keys.get("side"):
+        inputs = {"shape": (3, side, side), "classes": 1000}
     with torch.device("meta"):
         model = models.build(config.model.mapping(), inputs)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)

@@ -43,7 +43,7 @@ def test_the_loaded_version_is_the_one_torch_knows():
     assert number == 1000 * major + 100 * minor + patch
 
 
-def test_what_was_measured_of_each_path(monkeypatch: pytest.MonkeyPatch):
+def test_what_was_measured_of_each_path(monkeypatch):
     gpu(monkeypatch, 9)
     times = {
         "dense": Times(forward=3.0),
@@ -54,7 +54,7 @@ def test_what_was_measured_of_each_path(monkeypatch: pytest.MonkeyPatch):
     assert doctor.accelerated(torch.device("cuda")) == "good right, bad WRONG results"
 
 
-def test_gpus_without_2_4_products_and_none(monkeypatch: pytest.MonkeyPatch):
+def test_gpus_without_2_4_products_and_none(monkeypatch):
     def said(name: str) -> str:
         return dict(doctor.lines())[name]
 
@@ -79,12 +79,7 @@ def test_gpus_without_2_4_products_and_none(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", [True, False])
-def test_the_whole_of_it_on_a_cpu(
-    compiler: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
-):
+def test_the_whole_of_it_on_a_cpu(compiler, monkeypatch, capsys, request):
     if not compiler:
         request.getfixturevalue("no_compiler")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -97,7 +92,7 @@ def test_the_whole_of_it_on_a_cpu(
         assert (said[name] == "compiled") is (compiler and said["C compiler"][:4] != "none")
 
 
-def test_what_cusparselt_is_asked_to_multiply(monkeypatch: pytest.MonkeyPatch):
+def test_what_cusparselt_is_asked_to_multiply(monkeypatch):
     """Played: the compressed operand, the dense one filled up to 16 tokens, bias, algorithm."""
     seen: list[tuple[Any, ...]] = []
 
@@ -127,7 +122,7 @@ def test_what_cusparselt_is_asked_to_multiply(monkeypatch: pytest.MonkeyPatch):
     assert seen == [(48, 64, 3), (48, 32, 0)]
 
 
-def test_the_fastest_algorithm_that_is_right(monkeypatch: pytest.MonkeyPatch):
+def test_the_fastest_algorithm_that_is_right(monkeypatch):
     """Five of a library, played: one is refused, the fastest is wrong, the next is not the same
     every time.
     """

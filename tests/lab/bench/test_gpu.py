@@ -50,14 +50,10 @@ def measurements() -> dict[str, probe.Times]:
 @pytest.fixture
 def right(measurements: dict[str, probe.Times]) -> list[str]:
     """The paths that compute the right thing here; without any the test is skipped, and says why."""
-    names = [name for name, times in measurements.items() if name != "dense" and not times.wrong]
-    if not names:
-        pytest.skip(
-            "; ".join(
-                f"{name}: {times.wrong}" for name, times in measurements.items() if name != "dense"
-            )
-        )
-    return names
+    wrong = {name: times.wrong for name, times in measurements.items() if name != "dense"}
+    if all(wrong.values()):
+        pytest.skip("; ".join(f"{name}: {why}" for name, why in wrong.items()))
+    return [name for name, why in wrong.items() if not why]
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (96, 160), (272, 336), (768, 3072)], ids=str)
@@ -133,6 +129,11 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return operands.normal(*shape, seed=seed).to(DEVICE)
 
 
+def transposable(rows: int, columns: int) -> Tensor:
+    dense = normal(rows, columns)
+    return (dense * transposable_mask(dense, "2:4")).bfloat16().requires_grad_()
+
+
 def test_each_path_is_right_or_says_why_not(measurements: dict[str, probe.Times]) -> None:
     assert set(measurements) == {"dense", *semi_structured.PATHS}
     for name, times in measurements.items():
@@ -145,12 +146,9 @@ def test_each_path_is_right_or_says_why_not(measurements: dict[str, probe.Times]
 @pytest.mark.parametrize("both", [True, False])
 def test_forward_and_backward_compile(right: list[str], both: bool) -> None:
     """The compiler traces the backward pass with tensors of this device that have no memory."""
-    dense = normal(256, 512)
-    weight = (dense * transposable_mask(dense, "2:4")).bfloat16().requires_grad_()
-    x, dz = (
-        normal(384, 512, seed=1).bfloat16().requires_grad_(),
-        normal(384, 256, seed=2).bfloat16(),
-    )
+    weight = transposable(256, 512)
+    x = normal(384, 512, seed=1).bfloat16().requires_grad_()
+    dz = normal(384, 256, seed=2).bfloat16()
     packed = SemiStructuredProducts(right[0], weight, None, torch.bfloat16, both)
     results = []
     for run in (packed, torch.compile(packed, fullgraph=True)):
@@ -168,29 +166,19 @@ def test_forward_and_backward_compile(right: list[str], both: bool) -> None:
 def test_products_are_those_of_the_masked_layer_and_the_same_bits_every_time(
     right: list[str], rows: int, columns: int, tokens: int
 ) -> None:
-    dense = normal(rows, columns)
-    weight = (dense * transposable_mask(dense, "2:4")).bfloat16().requires_grad_()
-    x, dz, bias = (
-        normal(tokens, columns, seed=1).bfloat16(),
-        normal(tokens, rows, seed=2).bfloat16(),
-        normal(rows).bfloat16(),
-    )
-    x.requires_grad_()
+    weight, bias = transposable(rows, columns), normal(rows).bfloat16()
+    x = normal(tokens, columns, seed=1).bfloat16().requires_grad_()
+    dz = normal(tokens, rows, seed=2).bfloat16()
     expected = functional.linear(x.double(), weight.double(), bias.double())
     gradients = dz.double() @ weight.double(), dz.double().t() @ x.double()
     for path in right:
         packed = SemiStructuredProducts(path, weight, None, torch.bfloat16, both=True)
         z = packed(x, weight, bias)
         result = torch.autograd.grad(z, (x, weight), dz)
-        for name, value, truth in zip(
-            ("z", "dx", "dw"), (z, *result), (expected, *gradients), strict=True
-        ):
-            error = (value.double() - truth).abs()
-            assert bool((error <= 2**-7 * truth.abs() + 2**-7 * truth.std()).all()), (
-                path,
-                name,
-                float(error.max()),
-            )
+        truths = {"z": expected, "dx": gradients[0], "dw": gradients[1]}
+        for (name, truth), value in zip(truths.items(), (z, *result), strict=True):
+            error, bound = (value.double() - truth).abs(), 2**-7 * (truth.abs() + truth.std())
+            assert bool((error <= bound).all()), (path, name, float(error.max()))
         for _ in range(100):
             again = packed(x, weight, bias)
             assert torch.equal(again, z), path
@@ -198,19 +186,9 @@ def test_products_are_those_of_the_masked_layer_and_the_same_bits_every_time(
 
 
 GPT = (
-    *(
-        "dataset=stdlib_text",
-        "dataset.context=128",
-        "model=gpt_tiny",
-        "model.width=256",
-        "trainer.batch_size=16",
-    ),
-    *(
-        "optimizer=adamw",
-        "trainer.precision=bf16",
-        f"trainer.device={DEVICE.type}",
-        "trainer.epochs=100",
-    ),
+    *("dataset=stdlib_text", "dataset.context=128", "model=gpt_tiny", "model.width=256"),
+    *("optimizer=adamw", "trainer.batch_size=16", "trainer.epochs=100"),
+    *("trainer.precision=bf16", f"trainer.device={DEVICE.type}"),
 )
 
 
@@ -223,12 +201,7 @@ def test_a_gpt_trains_by_2_4_products_as_it_does_with_masks_alone(
 ) -> None:
     losses: dict[str, Tensor] = {}
     for mode in ("off", "force"):
-        words = (
-            f"recipe={recipe}",
-            f"trainer.acceleration={mode}",
-            f"trainer.compile={compiled}",
-            f"output_dir={tmp_path}",
-        )
+        words = (f"recipe={recipe}", f"trainer.acceleration={mode}", f"trainer.compile={compiled}")
         extra = ("recipe.switch=0.02",) if recipe == "step" else ()  # of 300 steps: sparse after 6
         settings = config(tmp_path, *GPT, *words, *extra)
         loop = Loop(settings, parts := build(settings), Console(None), "0123456789")
@@ -340,18 +313,14 @@ def test_the_compiled_projection_has_the_bits_of_the_cpus_reference(
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ("train", "--arms", "sr_ste", "masked_loop", "--steps", "1"),
-        ("infer", "--models", "tiny", "--tokens", "2x64"),
-    ],
-    ids=lambda words: words[0],
+    ("what", "words"),
+    [("train", "--arms sr_ste masked_loop --steps 1"), ("infer", "--models tiny --tokens 2x64")],
 )
 def test_benchmarks_run(
-    measurements: dict[str, probe.Times], words: tuple[str, ...], tmp_path: Path
+    measurements: dict[str, probe.Times], what: str, words: str, tmp_path: Path
 ) -> None:
-    assert bench.main([*words, "--rounds", "2", "--out", str(tmp_path)]) == 0
-    record = json.loads((tmp_path / f"{words[0]}_gpu.json").read_text())
+    assert bench.main([what, *words.split(), "--rounds", "2", "--out", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / f"{what}_gpu.json").read_text())
     assert record["hardware"]["gpu"] == torch.cuda.get_device_name()
     assert any("ms" in row for row in record["rows"])
 

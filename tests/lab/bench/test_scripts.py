@@ -26,7 +26,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("ratio", ["2:4", "1:16", "8:32", "4:4"])
-def test_each_way_finds_the_same_masks(script: Any, ratio: str) -> None:
+def test_each_way_finds_the_same_masks(script, ratio):
     torch.manual_seed(0)
     weight, pattern = torch.randn(5, 64), Pattern.parse(ratio)
     for name, way in script("masks").WAYS.items():
@@ -37,7 +37,7 @@ def test_each_way_finds_the_same_masks(script: Any, ratio: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["asp", "sr_ste", "step"])
-def test_an_update_is_the_same_in_one_pass_and_apart(script: Any, recipe: str) -> None:
+def test_an_update_is_the_same_in_one_pass_and_apart(script, recipe):
     step = script("updates").step
     weights: list[Tensor] = []
     for in_one_pass in (True, False):
@@ -61,14 +61,7 @@ def test_an_update_is_the_same_in_one_pass_and_apart(script: Any, recipe: str) -
         pytest.param("llama_7b_block", None, 32000, 15, marks=pytest.mark.slow),
     ],
 )
-def test_a_small_language_model(
-    script: Any,
-    name: str,
-    past: int | None,
-    vocabulary: int,
-    layers: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_small_language_model(script, name, past, vocabulary, layers, monkeypatch):
     pytest.importorskip("transformers")
     module = script("language_inference")
     monkeypatch.setitem(module.SIZES, name, (2, 32, 2))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import re
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 from numpy.typing import NDArray
+from pages import markdown_lines
 from recomputed import Gaps, judged
 from scipy import stats
 from verbs import verb
@@ -94,9 +92,7 @@ def test_each_data_set_is_a_test_of_means_over_its_cells():
     }
     for (recipe, data), expected in judged({at: Gaps(g, g) for at, g in gaps.items()}).items():
         gap = rows[recipe].parts[data].gap
-        assert (gap.mean, gap.low, gap.high, gap.p) == pytest.approx(
-            (expected.mean, expected.low, expected.high, expected.p)
-        )
+        assert (gap.mean, gap.low, gap.high, gap.p) == pytest.approx(expected[:4])
     assert list(rows["ste"].parts) == ["shakespeare", "digits"]
     assert [[value > 0 for value in each.means] for each in rows.values()] == [
         [True, False, True, False],
@@ -116,16 +112,13 @@ def test_what_hangs_on_one_data_set_is_told():
 
 def test_a_dense_run_that_failed_is_one_failed_run():
     """Though it stands in the columns of all ratios."""
-    line = {"dataset": "x", "model": "mlp", "metric": "accuracy", "status": "finished"}
-    runs = [
-        {**line, "recipe": recipe, "sparsity": ratio, "seed": seed, "folder": f"{recipe}{ratio}{seed}", "test/accuracy": 0.9 + seed / 100}
-        for recipe, ratio in (("dense", "dense"), ("ste", "2:4"), ("ste", "1:8"), ("step", "2:4"), ("step", "1:8"))
-        for seed in range(5)
-    ]  # fmt: skip
-    runs[0]["status"] = "failed"
-    table = build(pd.DataFrame(runs), "test/accuracy", ["recipe"], ["sparsity"])
-    rows = {row.row[0]: (row.failed, row.runs) for row in overall.over_all_cells([table], "ste")}
-    assert rows == {"dense": (1, 5), "step": (0, 10)}
+    seeds = [0.90, 0.91, 0.92, 0.93, 0.94]
+    sparse = {"sr_ste": seeds, "step": seeds}
+    runs = images({"dense": {"dense": seeds}, "2:4": sparse, "1:8": sparse}).runs
+    runs.loc[0, "status"] = "failed"
+    rows = of(build(runs, "test/accuracy", ["recipe"], ["sparsity"]))
+    counts = {name: (row.failed, row.runs) for name, row in rows.items()}
+    assert counts == {"dense": (1, 5), "step": (0, 10)}
 
 
 def test_a_seed_that_failed_is_counted_and_is_the_worst_other_run():
@@ -160,8 +153,7 @@ def test_a_seed_has_failed_when_it_is_ten_deviations_worse(worst, failed):
     """
     spread = [6.9, 7.0, 7.1]  # a deviation of 0.1
     cells = {"2:4": {"sr_ste": spread, "ste": spread, "asp": [7.0, 7.1, worst]}}
-    table = words(cells)
-    assert table.failed == failed
+    assert words(cells).failed == failed
     # two rows are too few for a unit of other rows
     assert words({"2:4": {"ste": spread, "asp": [7.0, 7.1, 99.0]}}).failed == 0
 
@@ -180,9 +172,8 @@ def test_a_unit_is_of_other_rows_and_a_test_of_three_seeds():
     assert alone.mean < 0
     two = cut(IMAGES, lambda name: 3 if name == "asp" else 2)
     parts = of(words(), images(two))["ste"].parts
-    assert parts["digits"].gap.low is not None
-    assert parts["digits"].gap.p is None
-    assert parts["shakespeare"].gap.p is not None
+    known = {data: (part.gap.low is None, part.gap.p is None) for data, part in parts.items()}
+    assert known == {"shakespeare": (False, False), "digits": (False, True)}
     # the inverse of one deviation of two has no mean
     assert of(images(cut(IMAGES, lambda name: 2)))["ste"].parts["digits"].gap.low is None
 
@@ -230,15 +221,12 @@ def drawn(
     """
     names, ratios = [f"r{k}" for k in range(rows)], [(f"1:{2 << k}",) for k in range(len(spreads))]
     common = rng.standard_normal(n)
-    cells = {
-        ((name,), ratio): summarise(
-            list(
-                spread * (common + rng.standard_normal(n) - math.sqrt(2) * better * (name == "r1"))
-            )
-        )
-        for ratio, spread in zip(ratios, spreads, strict=True)
-        for name in names
-    }
+    cells = {}
+    for ratio, spread in zip(ratios, spreads, strict=True):
+        for name in names:
+            gain = math.sqrt(2) * better * (name == "r1")
+            values = spread * (common + rng.standard_normal(n) - gain)
+            cells[(name,), ratio] = summarise(list(values))
     keys, shared = [(name,) for name in names], {"dataset": dataset}
     labels = ("recipe",), ("sparsity",)
     return Table("test/perplexity", *labels, keys, ratios, cells, shared=shared)
@@ -257,11 +245,8 @@ def test_intervals_cover_and_tests_err_as_they_say(rows, n, monkeypatch):
             drawn(rng, data, np.exp(rng.standard_normal(cells)), rows, n)
             for data, cells in (("a", 5), ("b", 1), ("c", 2))
         ]
-        gaps = [
-            part.gap
-            for each in overall.over_all_cells(tables, "r0")
-            for part in each.parts.values()
-        ]
+        compared = overall.over_all_cells(tables, "r0")
+        gaps = [part.gap for each in compared for part in each.parts.values()]
         covered += sum(one.low <= 0 <= one.high for one in gaps)
         rejected += any(one.significant for one in gaps)
         assert all((one.p is None) == (n < 3) for one in gaps)
@@ -276,16 +261,12 @@ def test_differences_are_the_true_ones_on_average(better, monkeypatch):
     """In true deviations of a run, though divided by sample deviations."""
     monkeypatch.setattr(tables_statistics, "detectable", lambda *_: 1.0)
     rng = np.random.default_rng(4)
-    values = [
-        next(
-            each.mean
-            for each in overall.over_all_cells(
-                [drawn(rng, "a", np.exp(rng.standard_normal(3)), 4, 5, better)], "r0"
-            )
-            if each.row == ("r1",)
-        )
-        for _ in range(150)
-    ]
+    values = []
+    for _ in range(150):
+        table = drawn(rng, "a", np.exp(rng.standard_normal(3)), 4, 5, better)
+        second, *_ = overall.over_all_cells([table], "r0")
+        assert second.row == ("r1",)
+        values.append(second.mean)
     assert np.mean(values) == pytest.approx(better, abs=0.08, rel=0.04)
 
 
@@ -302,27 +283,21 @@ def test_on_the_command_line_and_from_python(runs, table, tmp_path):
     status, out, _ = table(*asked)
     mean = statistics.fmean(together(IMAGES, "asp", 1))
     assert status == 0
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in out.splitlines()
-        if line[:1] == "|"
-    ]
-    assert rows[0] == ["recipe", "better in", "median cell", "all cells"]
-    assert rows[2][3].startswith(f"{mean:+.2f} [".replace("-", "\N{MINUS SIGN}"))
-    assert [row[:2] for row in rows[2:]] == [["asp", "1 of 2"], ["ste", "0 of 2"]]
+    head, *rows = markdown_lines(out)
+    assert head == ["recipe", "better in", "median cell", "all cells"]
+    assert rows[0][3].startswith(f"{mean:+.2f} [".replace("-", "\N{MINUS SIGN}"))
+    assert [row[:2] for row in rows] == [["asp", "1 of 2"], ["ste", "0 of 2"]]
     assert "Holm's correction for 2 comparisons" in out
     assert "not the same" not in out
     assert "no test" not in out
-    lines = list(csv.DictReader(io.StringIO(table(*asked, "--format", "csv")[1])))
-    assert [(line["recipe"], line["dataset"]) for line in lines] == [
+    frame = nmrun.table(tmp_path / "outputs", baseline="sr_ste", overall=True)
+    assert [*zip(frame["recipe"], frame["dataset"], strict=True)] == [
         ("asp", "digits"), ("ste", "digits"),
     ]  # fmt: skip
-    assert float(lines[0]["difference"]) == pytest.approx(mean)
-    assert float(lines[0]["p"]) > 0
-    frame = nmrun.table(tmp_path / "outputs", baseline="sr_ste", overall=True)
-    whole = frame.set_index(["recipe", "dataset"]).loc[("asp", "digits")]
-    assert (whole["cells"], whole["better"]) == (2, 1)
-    assert whole["difference"] == pytest.approx(mean)
+    first = frame.iloc[0]
+    assert (first["cells"], first["better"]) == (2, 1)
+    assert first["difference"] == pytest.approx(mean)
+    assert first["p"] > 0
     assert r"\begin{tabular}{lccc}" in table(*asked, "--format", "latex")[1]
 
 
@@ -357,17 +332,16 @@ def test_the_picture_has_a_point_for_each_cell_and_an_interval_for_each_data_set
     assert [label.get_text() for label in axes.get_xticklabels()] == ["ASP", "STE"]
     drawn = {str(line.get_label()): line for line in axes.get_lines()}
     for data, name in (("shakespeare", "Tiny Shakespeare"), ("digits", "digits")):
-        points = list(zip(*map(list, drawn[name].get_data()), strict=True))
+        points = [*zip(*drawn[name].get_data(), strict=True)]
         for place, each in enumerate(rows):
-            heights = [y for x, y in points if round(x) == place]
-            assert heights == each.parts[data].means
+            assert [y for x, y in points if round(x) == place] == each.parts[data].means
     bars = {tuple(line.get_ydata()) for line in axes.get_lines() if line.get_color() == INK}
     gaps = [part.gap for each in rows for part in each.parts.values()]
     assert bars == {(gap.low, gap.high) for gap in gaps}
 
 
 def test_the_picture_on_the_command_line(runs, tmp_path):
-    folder, out = str(tmp_path / "outputs"), str(tmp_path / "all.svg")
-    words = ("--kind", "overall", "--baseline", "sr_ste")
-    assert verb("plot", folder, "--out", out, *words) == 0
-    assert "better than SR-STE by" in Path(out).read_text()
+    out = tmp_path / "all.svg"
+    words = ("--kind", "overall", "--baseline", "sr_ste", "--out", str(out))
+    assert verb("plot", str(tmp_path / "outputs"), *words) == 0
+    assert "better than SR-STE by" in out.read_text()

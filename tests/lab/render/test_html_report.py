@@ -7,8 +7,8 @@ import math
 import re
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import browser
 import pytest
@@ -20,18 +20,15 @@ from nmrun.lab.runs import documents
 
 
 @pytest.fixture
-def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        status = verb(
-            "report", str(tmp_path / "outputs"), "--out", str(tmp_path / "report.html"), *arguments
-        )
-        return status, *capsys.readouterr()
+def report(tmp_path: Path) -> Callable[..., Page]:
+    """Writes the report, and reads it."""
+
+    def call(*arguments: str) -> Page:
+        target = tmp_path / "report.html"
+        assert verb("report", str(tmp_path / "outputs"), "--out", str(target), *arguments) == 0
+        return Page(target.read_text())
 
     return call
-
-
-def page(tmp_path: Path) -> Page:
-    return Page((tmp_path / "report.html").read_text())
 
 
 def curve(folder: Path, *accuracies: float) -> None:
@@ -43,7 +40,7 @@ def curve(folder: Path, *accuracies: float) -> None:
     rewrite(folder)
 
 
-def test_the_page_has_all_of_it_and_needs_nothing_else(write, report, tmp_path):
+def test_the_page_has_all_of_it_and_needs_nothing_else(write, report, tmp_path, capsys):
     values = {
         ("step", "2:4"): [0.98, 0.97],
         ("step", "1:8"): [0.95, 0.93],
@@ -53,21 +50,20 @@ def test_the_page_has_all_of_it_and_needs_nothing_else(write, report, tmp_path):
     for (recipe, ratio), accuracies in values.items():
         for seed, accuracy in enumerate(accuracies):
             curve(write(recipe, ratio, seed, accuracy), 0.5, accuracy)
-    status, out, _ = report()
-    assert (status, out) == (0, f"{tmp_path / 'report.html'}\n")
-    document = page(tmp_path)
+    document = report()
+    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
     assert "Runs: 8 finished." in document.text
-    assert document.tables[0][0] == ["recipe", "2:4", "1:8"]
-    for name, *cells in document.tables[0][1:]:
-        for ratio, cell in zip(("2:4", "1:8"), cells, strict=True):
-            expected = values.get(
-                (name, ratio), values["dense", "dense"] if name == "dense" else None
-            )
-            if expected is None:
-                assert cell == "-"
-            else:
-                mean, sd = 100 * statistics.mean(expected), 100 * statistics.stdev(expected)
-                assert cell == f"{mean:.1f} ± {sd:.1f}"
+    means = {
+        place: f"{100 * statistics.mean(each):.1f} ± {100 * statistics.stdev(each):.1f}"
+        for place, each in values.items()
+    }
+    dense = means["dense", "dense"]
+    assert document.tables[0] == [
+        ["recipe", "2:4", "1:8"],
+        ["dense", dense, dense],
+        ["ste", means["ste", "2:4"], "-"],
+        ["step", means["step", "2:4"], means["step", "1:8"]],
+    ]
     # against the ratio, and over steps: nothing else was logged
     assert document.tags.count("svg") == 2
     inside = {address[1:] for address in document.addresses if address.startswith("#")}
@@ -80,22 +76,19 @@ def test_the_page_has_all_of_it_and_needs_nothing_else(write, report, tmp_path):
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".report")] == []
 
 
-def test_a_single_run_has_no_picture_of_a_dot(write, report, tmp_path):
+def test_a_single_run_has_no_picture_of_a_dot(write, report):
     folder = write("step", "2:4", 0, 0.98)
     curve(folder, 0.9)
-    assert report()[0] == 0
-    assert "svg" not in page(tmp_path).tags
+    assert "svg" not in report().tags
     curve(folder, 0.5, 0.9)  # two points are a curve
-    assert report()[0] == 0
-    assert page(tmp_path).tags.count("svg") == 1
+    assert report().tags.count("svg") == 1
 
 
-def test_a_value_that_is_not_finite_is_none(write, report, tmp_path):
+def test_a_value_that_is_not_finite_is_none(write, report):
     """As a hand or another program writes it; nmrun writes null."""
     for seed, value in enumerate([0.5, math.inf]):
         write("ste", "2:4", seed, value)
-    assert report()[0] == 0
-    cells = [cell for rows in page(tmp_path).tables for row in rows for cell in row]
+    cells = [cell for rows in report().tables for row in rows for cell in row]
     assert "-" in cells
     assert "inf" not in " ".join(cells)
 
@@ -109,8 +102,7 @@ def test_what_did_not_finish_with_its_error_and_command(write, report, tmp_path)
     killed = tmp_path / "outputs/digits/small_conv/ste/2of4/s0-0123456789"
     killed.mkdir(parents=True)
     (killed / "config.yaml").write_text("# nmrun recipe=ste seed=0\nseed: 0\n")
-    assert report()[0] == 0
-    document = page(tmp_path)
+    document = report()
     assert "Runs: 1 finished, 1 failed, 1 killed." in document.text
     assert "Not finished: 2" in document.text
     assert f"failed: {failed}" in document.text
@@ -120,7 +112,7 @@ def test_what_did_not_finish_with_its_error_and_command(write, report, tmp_path)
     assert document.tables[0][1] == ["step", "98.0 (1, 1 failed)"]
 
 
-def test_runs_settings_and_environments(write, report, tmp_path):
+def test_runs_settings_and_environments(write, report):
     folders = []
     for seed in (0, 1):
         folders.append(write("step", "2:4", seed, 0.98))
@@ -135,9 +127,8 @@ def test_runs_settings_and_environments(write, report, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "read", counted)
-        assert report("--rows", "recipe,optimizer.lr")[0] == 0
+        document = report("--rows", "recipe,optimizer.lr")
     assert [reads[folder / "result.json"] for folder in folders] == [1] * 4
-    document = page(tmp_path)
     runs, same, made_with = document.tables[1:]
     shown = [dict(zip(runs[0], line, strict=True)) for line in runs[1:]]
     keys = ("optimizer.lr", "seed", "status", "test/accuracy in %")
@@ -151,20 +142,19 @@ def test_runs_settings_and_environments(write, report, tmp_path):
     assert "made by 2 versions of the code" in document.text
 
 
-def test_what_users_wrote_is_text(write, report, tmp_path):
+def test_what_users_wrote_is_text(write, report):
     note = "<script>alert(1)</script>"
     write("step", "2:4", 0, 0.98, model__note=note)
     folder = write("step", "2:4", 1, status="failed", model__note=note)
     rewrite(folder, error="<img src=http://x/y>", environment={"command": 'nmrun "<b>"'})
-    assert report()[::2] == (0, "")
-    document = page(tmp_path)
+    document = report()
     assert "script" not in document.tags
     assert not [address for address in document.addresses if ":" in address]
     assert "<script>alert(1)</script>" in document.text
     assert "<img src=http://x/y>" in document.text
 
 
-def test_it_divides_what_cannot_be_averaged(write, report, tmp_path):
+def test_it_divides_what_cannot_be_averaged(write, report):
     """Each setting has rows of its own, compared with the dense row of its learning rate."""
     for seed in (0, 1):
         for rate in (0.001, 0.01):
@@ -172,8 +162,7 @@ def test_it_divides_what_cannot_be_averaged(write, report, tmp_path):
             for decay in (1e-4, 1e-3):
                 own = {"recipe__decay": decay, "optimizer__lr": rate}
                 write("sr_ste", "2:4", seed, 0.9 + rate + decay, **own)
-    assert report()[0] == 0
-    document = page(tmp_path)
+    document = report()
     assert "part-2" not in document.ids
     values, differences = document.tables[:2]
     assert values[0] == ["recipe", "optimizer.lr", "recipe.decay", "2:4"]
@@ -182,50 +171,40 @@ def test_it_divides_what_cannot_be_averaged(write, report, tmp_path):
     ]
     assert [line[:3] for line in differences[1:]] == [line[:3] for line in values[3:]]
     assert "Difference to dense" in document.text
-    assert report("--baseline", "sr_ste 0.01 0.001")[0] == 0
-    assert "Difference to sr_ste lr=0.01 decay=0.001" in page(tmp_path).text
-    status, _, error = report("--baseline", "stepp")
-    assert (status, error.count("\n")) == (2, 1)
-    assert "--baseline stepp: no such row" in error
+    other = report("--baseline", "sr_ste 0.01 0.001")
+    assert "Difference to sr_ste lr=0.01 decay=0.001" in other.text
 
 
-def test_one_line_for_a_mistake_and_no_half_a_page(write, tmp_path, capsys):
-    target = tmp_path / "report.html"
-
-    def message(*arguments):
-        assert verb("report", *arguments, "--out", str(target)) == 2
-        assert not target.exists()
-        out, err = capsys.readouterr()
-        assert (out, err.count("\n")) == ("", 1)
-        return err
-
+@pytest.mark.parametrize(
+    ("out", "words", "message"),
+    [
+        ("report.html", ("--metric", "test/acuracy"), "test/acuracy: no such metric"),
+        ("report.html", ("--baseline", "stepp"), "--baseline stepp: no such row"),
+        ("no/report.html", (), "No such file or directory"),
+        ("outputs", (), "Is a directory"),
+    ],
+)
+def test_one_line_for_a_mistake_and_no_half_a_page(out, words, message, write, tmp_path, capsys):
     write("step", "2:4", 0, 0.98)
-    outputs = str(tmp_path / "outputs")
-    assert "test/acuracy: no such metric" in message(outputs, "--metric", "test/acuracy")
-    target = tmp_path / "no" / "report.html"
-    assert "No such file or directory" in message(outputs)
-    target = tmp_path / "taken"
-    target.mkdir()
-    assert verb("report", outputs, "--out", str(target)) == 2
-    assert list(target.iterdir()) == []
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+    before = sorted(tmp_path.rglob("*"))
+    assert verb("report", str(tmp_path / "outputs"), "--out", str(tmp_path / out), *words) == 2
+    printed, err = capsys.readouterr()
+    assert (printed, err.count("\n")) == ("", 1)
+    assert message in err
+    assert sorted(tmp_path.rglob("*")) == before
 
 
-def comparison(write: Any) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "scheme"), browser.FRAMES)
+def test_a_report(width, scheme, write, report, tmp_path):
     for seed in range(3):
         for ratio in ("2:4", "1:4", "1:8", "1:16", "1:32", "4:8", "2:8"):
             write("sr_ste", ratio, seed, 0.9 + 0.01 * seed)
             write("step", ratio, seed, 0.91, recipe__switch="auto")
         write("dense", "dense", seed, 0.95)
     write("ste", "2:4", 0, status="failed")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("width", "scheme"), browser.FRAMES)
-def test_a_report(width, scheme, write, tmp_path):
-    comparison(write)
+    report()
     target = tmp_path / "report.html"
-    assert verb("report", str(tmp_path / "outputs"), "--out", str(target)) == 0
     with browser.opened(width, scheme) as tab:
         asked: list[str] = []
         tab.on("request", lambda request: asked.append(request.url))
@@ -252,5 +231,5 @@ def test_a_report(width, scheme, write, tmp_path):
 def test_a_run_below_two_of_the_paths_is_one(write, report, tmp_path):
     write("step", "2:4", 0, 0.98)
     write("step", "2:4", 1, status="failed")
-    assert report(str(tmp_path / "outputs/digits"))[0] == 0
-    assert "Runs: 1 finished, 1 failed." in page(tmp_path).text
+    document = report(str(tmp_path / "outputs/digits"))
+    assert "Runs: 1 finished, 1 failed." in document.text

@@ -110,17 +110,13 @@ def test_every_cell_gets_the_same_trials_and_its_seeds_have_the_best(whole, monk
 
         best = max(sorted(tried, key=lambda trial: -trial.value)[:2], key=mean)
         name, _, ratio = cell.partition("-")
-        mine = runs[
-            (runs["recipe"] == name) & (runs["sparsity"] == (ratio.replace("-", ":") or name))
-        ]
+        of_cell = (runs["recipe"] == name) & (runs["sparsity"] == (ratio.replace("-", ":") or name))
         for key, value in best.params.items():
-            assert set(mine[key]) == {value}
-        files = [
-            json.loads(f.read_text()) for f in PLACE.glob(f"{cell}/runs/**/s1000-*/result.json")
-        ]
+            assert set(runs[of_cell][key]) == {value}
+        results = map(result_of, PLACE.glob(f"{cell}/runs/**/s1000-*"))
         (of_trial,) = [
             result["metrics"]["final"]["eval/accuracy"]
-            for result in files
+            for result in results
             if best.params.items() <= flatten(result["config"]).items()
         ]
         assert of_trial == best.value
@@ -131,27 +127,25 @@ def test_every_cell_gets_the_same_trials_and_its_seeds_have_the_best(whole, monk
 
 
 def test_trials_leave_the_test_split_alone(whole):
-    for place, count, tested in (
-        (f"{PLACE}/*/runs/**/result.json", 3 * (3 + 4), False),
-        ("outputs/digits/**/result.json", 3 * 2, True),
-    ):
-        results = [json.loads(file.read_text()) for file in whole[0].glob(place)]
-        assert len(results) == count
-        for result in results:
-            assert ("test/accuracy" in result["metrics"]["final"]) == tested
+    expected = {f"{PLACE}/*/runs": (3 * (3 + 4), False), "outputs/digits": (3 * 2, True)}
+    for place, (count, tested) in expected.items():
+        folders = [file.parent for file in whole[0].glob(f"{place}/**/result.json")]
+        assert len(folders) == count
+        for folder in folders:
+            assert ("test/accuracy" in result_of(folder)["metrics"]["final"]) == tested
 
 
 def test_the_command_of_each_run_asks_for_it(whole, monkeypatch):
     """With its settings, seed and folder, for trials, their repeats and the seeds."""
     monkeypatch.chdir(whole[0])
-    files = sorted(Path("outputs").rglob("result.json"))
-    assert len(files) == 3 * (3 + 4 + 2)
-    for file in files:
-        nmrun, *words = shlex.split(json.loads(file.read_text())["environment"]["command"])
+    folders = [file.parent for file in Path("outputs").rglob("result.json")]
+    assert len(folders) == 3 * (3 + 4 + 2)
+    for folder in folders:
+        nmrun, *words = shlex.split(result_of(folder)["environment"]["command"])
         assert nmrun == "nmrun"
         with composing():
             asked = schema.check(composed(words, {}))
-        assert run_folder(asked).absolute() == file.parent.absolute()
+        assert run_folder(asked).absolute() == folder.absolute()
 
 
 def test_its_csv_has_every_cell_of_the_table(whole, monkeypatch):
@@ -187,10 +181,9 @@ def test_a_dry_one_says_what_it_would_do_and_writes_nothing(capsys):
     assert [line.strip() for line in cells] == [
         f"dense       {rate}", f"sr_ste 1:4  {rate}; {decay}", f"sr_ste 1:8  {rate}; {decay}"
     ]  # fmt: skip
-    # the best two again with two seeds, and the seeds 0 and 1
-    runs = 3 * 3 + 3 * 2 * 2 + 3 * 2
+    # of each cell 3 trials, the best two again with two seeds, and the seeds 0 and 1
     assert total.endswith(
-        f"3 cells, in each 3 trials and 4 repeats of the best; 6 runs of seeds: {runs} runs"
+        "3 cells, in each 3 trials and 4 repeats of the best; 6 runs of seeds: 27 runs"
     )
     assert folder.strip() == str(PLACE.absolute())
     assert not list(Path().iterdir())
@@ -205,14 +198,8 @@ def test_without_optuna_nothing_is_begun(monkeypatch, capsys):
 
 
 def test_other_swept_keys_are_rows(capsys):
-    words = [
-        "recipe=dense,step",
-        "trainer.epochs=1,2",
-        "seed=0,1",
-        "--over",
-        "recipe.switch=0.5,0.6",
-    ]
-    assert main(["other", "--trials", "1", *TINY, *words]) == 0
+    words = "recipe=dense,step trainer.epochs=1,2 seed=0,1 --over recipe.switch=0.5,0.6"
+    assert main(["other", "--trials", "1", *TINY, *words.split()]) == 0
     output = capsys.readouterr().out
     rows = re.findall(r"^\| (dense|step) +\| (\d) ", output, re.MULTILINE)
     assert rows == [(recipe, epochs) for recipe in ("dense", "step") for epochs in ("1", "2")]
@@ -247,11 +234,11 @@ def test_rows_of_other_cells_stay(dense):
     for name in ("runs.csv", "trials.csv"):
         (PLACE / name).write_bytes(codecs.BOM_UTF8 + (PLACE / name).read_bytes())
     assert tune("recipe=dense") == 0
-    again = pd.read_csv(PLACE / "runs.csv")
+    again, tried = (pd.read_csv(PLACE / name) for name in ("runs.csv", "trials.csv"))
     assert [*again["tuned.cell"]] == ["ste 1:4"] * 2 + ["dense"] * 2
+    assert [*tried["cell"]] == ["ste 1:4"] * 7 + ["dense"] * 7
     by_id = [frame.set_index("id").sort_index(axis=1).sort_index() for frame in (again, runs)]
     pd.testing.assert_frame_equal(*by_id, check_dtype=False)
-    assert [*pd.read_csv(PLACE / "trials.csv")["cell"]] == ["ste 1:4"] * 7 + ["dense"] * 7
 
 
 def test_cut_off_anywhere_it_ends_with_the_same(whole, monkeypatch):
@@ -265,15 +252,12 @@ def test_cut_off_anywhere_it_ends_with_the_same(whole, monkeypatch):
         return do(*args, **kwargs)
 
     monkeypatch.setattr(jobs, "one", stopping)
-    stops = 0
-    while stops < 40:
-        left[0] = 2  # two runs in each sitting
-        try:
+    for _ in range(13):  # of 27 runs two in each sitting
+        left[0] = 2
+        with pytest.raises(KeyboardInterrupt):
             tune("output_dir=cut")
-            break
-        except KeyboardInterrupt:
-            stops += 1
-    assert stops == 13  # 27 runs
+    left[0] = 1
+    assert tune("output_dir=cut") == 0
     cut = trials(Path("cut/.tune/try"))
     assert values(cut) == values(expected)
     pd.testing.assert_frame_equal(table("cut/.tune/try/runs.csv"), runs)
@@ -451,12 +435,11 @@ def test_no_file_but_the_runs_own_results_decides(now, dense):
     changed(PLACE / "dense/trials.jsonl", '{"params"', f'{{"value": {now}, "params"')
     assert trials() == before
     worst = min(before["dense"], key=lambda trial: trial.value)
-    (file,) = [
-        file
-        for file in (PLACE / "dense/runs").glob("*/*/*/*/s1000-*/result.json")
-        if json.loads(file.read_text())["config"]["optimizer"]["lr"] == worst.params["optimizer.lr"]
-    ]
-    changed(file, f'"eval/accuracy": {worst.value!r}', f'"eval/accuracy": {now}')
+    rate = worst.params["optimizer.lr"]
+    folders = (PLACE / "dense/runs").glob("*/*/*/*/s1000-*")
+    (folder,) = [each for each in folders if result_of(each)["config"]["optimizer"]["lr"] == rate]
+    was = f'"eval/accuracy": {worst.value!r}'
+    changed(folder / "result.json", was, f'"eval/accuracy": {now}')
     assert tune("recipe=dense") == 0
     assert values(trials()) == values(before)
     again = pd.read_csv(PLACE / "runs.csv").drop(columns="tuned.seconds")
