@@ -180,6 +180,17 @@ def kill(cfg: schema.Config, owner: Any, name: str, call: int, before: bool = Fa
 
 
 @contextmanager
+def handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """While entered, these signals have this handler."""
+    former = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, before in former.items():
+            signal.signal(number, before)
+
+
+@contextmanager
 def signal_after(step: int, *numbers: int) -> Iterator[None]:
     """The process gets signals after so many steps of a run."""
     original = TrainingSteps.train_step

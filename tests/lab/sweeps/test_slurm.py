@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from lazily import needs
+from runs import handled
 from slurm import cluster
 
 from nmrun.errors import ConfigError
@@ -76,20 +77,14 @@ def test_a_job_ends_by_sigterm_if_it_is_cancelled(monkeypatch):
 
     monkeypatch.setattr(SlurmLauncher, "__call__", lambda _: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    former = signal.signal(signal.SIGTERM, lambda *_: None)  # submitit's is of this kind
-    try:
-        for state in ("RUNNING", "COMPLETING"):
-            said = f"JobId=7 JobName=j JobState={state} Reason=None"
-            monkeypatch.setattr(sweep, "_answer", lambda *command, said=said: said)
-            with (
-                pytest.raises(SystemExit)
-                if state == "COMPLETING"
-                else contextlib.nullcontext() as ended
-            ):
-                QueueLauncher()()
-        assert ended.value.code == 128 + signal.SIGTERM
-    finally:
-        signal.signal(signal.SIGTERM, former)
+    said = "JobId=7 JobName=j JobState={} Reason=None"
+    with handled(lambda *_: None, signal.SIGTERM):  # as submitit has it
+        monkeypatch.setattr(sweep, "_answer", lambda *_: said.format("RUNNING"))
+        QueueLauncher()()
+        monkeypatch.setattr(sweep, "_answer", lambda *_: said.format("COMPLETING"))
+        with pytest.raises(SystemExit) as ended:
+            QueueLauncher()()
+    assert ended.value.code == 128 + signal.SIGTERM
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import torch
 from errors import one_line
 from omegaconf import OmegaConf
-from runs import KINDS, at_work, config, kill, result_of, rows, signal_after
+from runs import KINDS, at_work, config, handled, kill, result_of, rows, signal_after
 from safetensors.torch import load_file, save_file
 from sklearn import datasets
 from torch.nn import functional
@@ -261,17 +261,6 @@ def test_a_finished_run_whose_file_is_gone_is_made_whole(name, shorter, tmp_path
     assert again["files"] == first["files"]
 
 
-def test_a_result_that_was_changed_is_made_again(tmp_path, capsys):
-    cfg = config(tmp_path, "recipe=ste")
-    path, first = run_folder(cfg) / "result.json", run(cfg)
-    accuracy = f'"test/accuracy": {first["metrics"]["final"]["test/accuracy"]}'
-    assert accuracy in path.read_text()
-    path.write_text(path.read_text().replace(accuracy, '"test/accuracy": 0.99'))
-    again = run(cfg)
-    assert "result.json: it was changed" in capsys.readouterr().out
-    assert (again["status"], again["metrics"]) == ("finished", first["metrics"])
-
-
 def test_rows_of_a_finished_run_cannot_be_made_again_alone(tmp_path, capsys):
     cfg = config(tmp_path, "recipe=ste")
     folder, first = run_folder(cfg), run(cfg)
@@ -305,15 +294,8 @@ def test_a_forced_run_that_was_cut_off_goes_on(tmp_path, capsys):
     assert not cut(forced)  # it had finished
     (run_folder(forced) / "result.json").unlink()  # as after a kill
     assert went_on(forced)
-
-
-def test_force_starts_over_where_the_result_is_damaged(tmp_path, capsys):
-    cfg = config(tmp_path, "recipe=ste", "force=true")
-    run(cfg)
-    (run_folder(cfg) / "result.json").write_text("{")
-    capsys.readouterr()
-    assert run(cfg)["status"] == "finished"
-    assert "goes on at step" not in capsys.readouterr().out
+    (run_folder(forced) / "result.json").write_text("{")
+    assert not went_on(forced)  # nobody knows how it ended
 
 
 def test_the_run_that_another_began_with_may_be_moved_meanwhile(tmp_path, monkeypatch):
@@ -480,11 +462,8 @@ def test_a_second_signal_acts_at_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(TrainingSteps, "train_step", twice)
     # a shell starts what runs in the background with it ignored
-    former = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
+    with handled(signal.default_int_handler, signal.SIGINT):
         result = run(config(tmp_path))
-    finally:
-        signal.signal(signal.SIGINT, former)
     assert (result["status"], result["signal"]) == ("interrupted", 2)
 
 
@@ -525,19 +504,13 @@ def test_a_checkpoint_of_another_model_is_not_forced_in(tmp_path, monkeypatch):
     assert "force=true starts over" in result["error"]
 
 
-@pytest.mark.parametrize("edit", ["no optimizer state", "precision", "float64"])
-def test_an_edited_checkpoint_is_refused(edit, tmp_path):
+def test_an_edited_checkpoint_is_refused(tmp_path):
     """It is loaded without an error, and trains on to other bits."""
     cfg = config(tmp_path, "recipe=ste")
     kill(cfg, results, "save_weights", 1)
     path = run_folder(cfg) / "checkpoint.pt"
     state = torch.load(path, weights_only=True)
-    if edit == "no optimizer state":
-        state["optimizer"]["state"] = {}
-    elif edit == "precision":
-        state["precision"] = "bf16"
-    else:
-        state["model"]["head.weight"] = state["model"]["head.weight"].double()
+    state["optimizer"]["state"] = {}
     torch.save(state, path)
     theirs = path.read_bytes()
     result = run(cfg)

@@ -54,6 +54,16 @@ def stream(place: Path, *overrides: str) -> ImageStream:
     return task
 
 
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The epoch and row of each image that is decoded, as it is."""
+    keys, read = list[tuple[int, int]](), ImageFiles.__getitem__
+    monkeypatch.setattr(
+        ImageFiles, "__getitem__", lambda files, key: keys.append(key) or read(files, key)
+    )
+    return keys
+
+
 def build(kind: str, place: Path) -> Task:
     return {
         "images": pictures,
@@ -119,24 +129,17 @@ def test_images_of_others_are_neither_augmented_nor_normalised(options, extra, m
 
 
 @pytest.mark.parametrize("extra", [0, 1])
-def test_images_of_others_are_not_decoded(extra, tmp_path, monkeypatch):
-    task, keys, read = (
-        stream(tmp_path, f"dataset.mixup={extra}.0"),
-        list[tuple[int, int]](),
-        ImageFiles.__getitem__,
-    )
-    monkeypatch.setattr(
-        ImageFiles, "__getitem__", lambda files, key: keys.append(key) or read(files, key)
-    )
+def test_images_of_others_are_not_decoded(extra, tmp_path, decoded):
+    task = stream(tmp_path, f"dataset.mixup={extra}.0")
     task.sizes(0, 0, WORLD)
-    assert not keys
+    assert not decoded
     everyones = []
     for rank in range(WORLD):
-        keys.clear()
+        decoded.clear()
         for epoch, index in ((0, 0), (0, 1), (0, 2), (1, 0)):  # on and on, without a new start
             task.micro_batches(epoch, index, WORLD, range(rank, rank + 1))
-        assert len(keys) == 4 * (8 / WORLD + extra)
-        everyones += [row for epoch, row in keys if epoch == 0]
+        assert len(decoded) == 4 * (8 / WORLD + extra)
+        everyones += [row for epoch, row in decoded if epoch == 0]
     assert len(set(everyones)) == 24  # an epoch
 
 
@@ -226,15 +229,13 @@ def test_shares_of_an_evaluation_add_up(case):
     check(task(), model())
 
 
-def test_shares_of_a_streams_evaluation_add_up(tmp_path, monkeypatch):
-    task, keys, read = stream(tmp_path, "trainer.batch_size=3"), list[Any](), ImageFiles.__getitem__
+def test_shares_of_a_streams_evaluation_add_up(tmp_path, decoded):
+    task = stream(tmp_path, "trainer.batch_size=3")
     torch.manual_seed(0)
     check(task, nn.Sequential(nn.Flatten(), nn.Linear(192, 2)))  # 8 images
-    monkeypatch.setattr(
-        ImageFiles, "__getitem__", lambda files, key: keys.append(key) or read(files, key)
-    )
+    decoded.clear()
     task.tally(nn.Flatten(), "test", 0, 3)
-    assert len(keys) == 3
+    assert len(decoded) == 3
 
 
 # --- two processes --------------------------------------------------------------------------------
