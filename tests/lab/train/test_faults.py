@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import TINY, config, finished, outcome
+from runs import TINY, after_step, config, finished, outcome
 from training import bits
 
 from nmrun.fast.cpu.kernels import products
@@ -23,7 +23,6 @@ from nmrun.lab.config.identity import run_folder
 from nmrun.lab.records import status, sweep
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import checkpoint, runner
-from nmrun.lab.train.steps import TrainingSteps
 
 
 def test_no_flipped_bit_goes_unnoticed(tmp_path):
@@ -75,11 +74,7 @@ def test_a_file_that_does_not_fit(tmp_path, nmrun_cli):
 
 
 def test_a_disk_that_is_full_from_some_step_on(tmp_path, monkeypatch, capsys):
-    cfg, original, full = config(tmp_path), TrainingSteps.train_step, []
-
-    def step(loop, *args, **kwargs):
-        original(loop, *args, **kwargs)
-        full.extend([True] if loop.step == 8 else [])
+    cfg, full = config(tmp_path), []
 
     def fsync(_):
         if full:
@@ -92,8 +87,7 @@ def test_a_disk_that_is_full_from_some_step_on(tmp_path, monkeypatch, capsys):
             raise OSError(errno.ENOSPC, "No space left on device")
         return opened(path, mode, *args, **kwargs)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingSteps, "train_step", step)
+    with after_step(8, full.append), monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
         patch.setattr(Path, "open", appending)
         result = runner.run(cfg, run_folder(cfg))

@@ -21,6 +21,7 @@ from runs import (
     KINDS,
     RECIPES,
     Outcome,
+    after_step,
     build_noisy,
     config,
     finished,
@@ -260,9 +261,9 @@ def test_a_signal_comes_while_an_error_is_on_its_way(tmp_path, monkeypatch):
     assert outcome(cfg) == left_alone(tmp_path, "ste")
 
 
-def test_a_launcher_s_handler_is_called_when_all_is_saved(tmp_path, monkeypatch):
+def test_a_launcher_s_handler_is_called_when_all_is_saved(tmp_path):
     """submitit's, for instance, which puts the job into the queue again and exits; others return."""
-    cfg, original, saved = make(tmp_path, "step"), TrainingSteps.train_step, []
+    cfg, saved = make(tmp_path, "step"), []
 
     def handler(number, frame):
         state = checkpoint.load(run_folder(cfg) / "checkpoint.pt")
@@ -270,42 +271,34 @@ def test_a_launcher_s_handler_is_called_when_all_is_saved(tmp_path, monkeypatch)
         if number == signal.SIGUSR2:
             sys.exit(-1)
 
-    def signalled(loop, *args, **kwargs):
-        original(loop, *args, **kwargs)
-        if loop.step in (5, 8) and not any(step == loop.step for _, step in saved):
-            os.kill(os.getpid(), {5: signal.SIGTERM, 8: signal.SIGUSR2}[loop.step])
-
     with (
         handled(handler, signal.SIGTERM, signal.SIGUSR2),
-        monkeypatch.context() as patch,
+        signal_after(5, signal.SIGTERM),
+        signal_after(8, signal.SIGUSR2),
         pytest.raises(SystemExit),
     ):
-        patch.setattr(TrainingSteps, "train_step", signalled)
         runner.run(cfg, run_folder(cfg))
     assert saved == [(signal.SIGTERM, 5), (signal.SIGUSR2, 8)]
     assert outcome(cfg) == left_alone(tmp_path, "step")
 
 
-def test_a_process_that_a_run_has_forked_ends_as_ever(tmp_path, monkeypatch):
+def test_a_process_that_a_run_has_forked_ends_as_ever(tmp_path):
     """A pool of a data set of one's own, which ends its processes by SIGTERM."""
-    original, codes = TrainingSteps.train_step, list[int]()
+    codes = list[int]()
 
-    def forking(loop, *args, **kwargs):
-        original(loop, *args, **kwargs)
-        if loop.step == 5:
-            ready, child_end = os.pipe()
-            child = os.fork()
-            if not child:
-                os.write(child_end, b".")  # Python forgets a signal that comes while it forks
-                time.sleep(60)
-                os._exit(0)
-            os.read(ready, 1)
-            os.kill(child, signal.SIGTERM)
-            codes.append(os.waitpid(child, 0)[1])
+    def fork(_):
+        ready, child_end = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(child_end, b".")  # Python forgets a signal that comes while it forks
+            time.sleep(60)
+            os._exit(0)
+        os.read(ready, 1)
+        os.kill(child, signal.SIGTERM)
+        codes.append(os.waitpid(child, 0)[1])
 
     cfg, alone = make(tmp_path, "ste"), left_alone(tmp_path, "ste")
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingSteps, "train_step", forking)
+    with after_step(5, fork):
         assert outcome(cfg) == alone
     assert codes == [signal.SIGTERM]
 

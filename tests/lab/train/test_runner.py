@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -12,7 +13,18 @@ import pytest
 import torch
 from errors import one_line
 from omegaconf import OmegaConf
-from runs import KINDS, at_work, config, handled, kill, result_of, rows, signal_after
+from runs import (
+    KINDS,
+    after_step,
+    at_work,
+    config,
+    evaluations,
+    handled,
+    kill,
+    result_of,
+    rows,
+    signal_after,
+)
 from safetensors.torch import load_file, save_file
 from sklearn import datasets
 from torch.nn import functional
@@ -204,17 +216,14 @@ def test_a_run_whose_last_step_diverges_fails(tmp_path):
 
 def test_a_weight_that_is_not_finite_is_never_saved(tmp_path, monkeypatch):
     """Though no loss tells: the evaluation does not see it."""
-    original = TrainingSteps.train_step
 
-    def last(loop, *args, **kwargs):
-        original(loop, *args, **kwargs)
-        if loop.step == 12:
-            dict(loop.parts.model.named_parameters())["head.bias"].data[3] = math.inf
+    def spoil(loop):
+        loop.parts.model.get_parameter("head.bias").data[3] = math.inf
 
-    monkeypatch.setattr(TrainingSteps, "train_step", last)
-    monkeypatch.setattr(Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": 0.5})
+    evaluations(monkeypatch, itertools.repeat(0.5))
     cfg = config(tmp_path, "recipe=dense")
-    result = run(cfg)
+    with after_step(12, spoil):
+        result = run(cfg)
     assert result["status"] == "failed"
     assert result["error"].startswith("step 12: parameter head.bias is not finite.")
     assert not (run_folder(cfg) / "model.safetensors").exists()
@@ -229,10 +238,7 @@ def test_a_weight_that_is_not_finite_is_never_saved(tmp_path, monkeypatch):
     ],
 )
 def test_nan_is_never_the_best_nor_the_last(accuracies, status, best, tmp_path, monkeypatch):
-    accuracy = iter([*accuracies, accuracies[-1], *[0.5] * 3])
-    monkeypatch.setattr(
-        Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": next(accuracy)}
-    )
+    evaluations(monkeypatch, [*accuracies, accuracies[-1], *[0.5] * 3])
     result = run(config(tmp_path, "recipe=ste"))
     assert (result["status"], result["metrics"]["best"]["epoch"]) == (status, best)
 
@@ -592,12 +598,9 @@ def test_what_a_recipe_does_before_the_first_step_counts(tmp_path, monkeypatch):
 def test_the_best_epoch_is_by_the_direction_that_the_task_says(
     higher, epoch, tmp_path, monkeypatch
 ):
-    rising = iter(range(1, 9))
     monkeypatch.setattr(Classification, "metric", "calibration")
     monkeypatch.setattr(Classification, "higher_is_better", higher)
-    monkeypatch.setattr(
-        Classification, "evaluate", lambda *_: {"loss": 1.0, "calibration": next(rising)}
-    )
+    evaluations(monkeypatch, range(1, 9), "calibration")
     result = run(config(tmp_path, "recipe=ste"))
     assert result["metrics"]["best"]["epoch"] == epoch
     assert (result["metric"], result["higher_is_better"]) == ("calibration", higher)
