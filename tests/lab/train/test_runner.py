@@ -431,13 +431,13 @@ def test_the_plan_is_on_the_screen_before_products_are_timed(
 ):
     before: list[str] = []
 
-    def timed(*_: Any) -> list[Any]:
+    def timed(_: Config, parts: build.Parts, *__: Any) -> build.Parts:
         before.append(capsys.readouterr().out)
-        return []
+        return parts
 
     monkeypatch.setattr(compiler, "processor_flags", lambda: frozenset({"avx512_bf16"}))
     monkeypatch.setattr(build, "WORTH_BF16", (1, 1))
-    monkeypatch.setattr(build, "_choices", timed)
+    monkeypatch.setattr(build, "accelerated", timed)
     words = (f"trainer.precision={precision}", "trainer.epochs=1", "trainer.limit_batches=1")
     run(config(tmp_path, *words, "dry=true"))
     cfg = config(tmp_path, *words)
