@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from nmrun.lab.config.identity import run_folder
 from nmrun.lab.models.images import SmallConvNetwork
 from nmrun.lab.runs.locks import NAME
 from nmrun.lab.runs.run_folder import RunFolder
-from nmrun.lab.signals import Signals
+from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import runner
 from nmrun.lab.train.steps import TrainingSteps
 
@@ -180,20 +180,44 @@ def kill(cfg: schema.Config, owner: Any, name: str, call: int, before: bool = Fa
 
 
 @contextmanager
-def signal_after(step: int, *numbers: int) -> Iterator[None]:
-    """The process gets signals after so many steps of a run."""
+def handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """While entered, these signals have this handler."""
+    former = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, before in former.items():
+            signal.signal(number, before)
+
+
+@contextmanager
+def after_step(step: int | None, act: Callable[[TrainingSteps], object]) -> Iterator[None]:
+    """While entered, ``act`` is called after this step of a run; None: after each."""
     original = TrainingSteps.train_step
 
-    def signalled(loop: TrainingSteps, *args: Any, **kwargs: Any) -> Any:
-        result = original(loop, *args, **kwargs)
-        if loop.step == step:
-            for number in numbers:
-                os.kill(os.getpid(), number)
-        return result
+    def stepped(loop: TrainingSteps, *args: Any, **kwargs: Any) -> None:
+        original(loop, *args, **kwargs)
+        if step in (None, loop.step):
+            act(loop)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainingSteps, "train_step", signalled)
+        patch.setattr(TrainingSteps, "train_step", stepped)
         yield
+
+
+@contextmanager
+def signal_after(step: int, *numbers: int) -> Iterator[None]:
+    """The process gets signals after so many steps of a run."""
+    with after_step(step, lambda _: [os.kill(os.getpid(), number) for number in numbers]):
+        yield
+
+
+def evaluations(
+    patch: pytest.MonkeyPatch, accuracies: Iterable[float], metric: str = "accuracy"
+) -> None:
+    """The evaluations of a run find these, one after the other."""
+    left = iter(accuracies)
+    patch.setattr(Classification, "evaluate", lambda *_: {"loss": 1.0, metric: next(left)})
 
 
 def stopped(cfg: schema.Config, step: int) -> None:
@@ -253,24 +277,3 @@ def resumed(
     ended = outcome(cut)
     assert ended == outcome(config(place / "alone", *words))
     return ended
-
-
-def stopping(train: Callable[..., bool], at: int | None) -> Callable[..., bool]:
-    """``Loop.train`` with a signal behind step ``at``."""
-
-    def stopped(loop: Any, folder: Path, tracker: Any, signals: Signals) -> bool:
-        step = loop.steps.train_step
-
-        def stepped(*where: Any, **how: Any) -> Any:
-            result = step(*where, **how)
-            if loop.steps.step == at:
-                signals.caught = signal.SIGTERM
-            return result
-
-        loop.steps.train_step = stepped
-        try:
-            return train(loop, folder, tracker, signals)
-        finally:
-            del loop.steps.train_step
-
-    return stopped

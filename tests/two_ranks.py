@@ -23,8 +23,6 @@ from nmrun.lab.train.steps import TrainingSteps
 
 OPTIONS = ("trainer.accumulate=2", "trainer.clip=1.0", "model.exclude=[stem,head]")
 SWITCH = {"step": ("recipe.switch=0.5",), "asp": ("recipe.prune_at=0.5",)}
-
-
 ACCELERATED = (
     "model=mlp",
     "model.hidden=[32,32,32]",
@@ -53,16 +51,12 @@ def train(output_dir: str) -> None:
         return done
 
     Loop.train = watched
-    for recipe in (*RECIPES, "accelerated"):
-        if recipe == "accelerated":
+    for words in (*((recipe,) for recipe in RECIPES), ("ste", *ACCELERATED)):
+        if words[1:]:
             play(setattr, Path(output_dir))
-        folder = (
-            run(output_dir, "ste", *ACCELERATED)
-            if recipe == "accelerated"
-            else run(output_dir, recipe)
-        )
+        folder = run(output_dir, *words)
         one, other = ranks.gathered(digests[-1])
-        assert one == other, recipe
+        assert one == other, words
         if ranks.leads():
             with safe_open(f"{folder}/model.safetensors", "pt") as file:
                 assert file.keys()

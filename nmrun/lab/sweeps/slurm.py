@@ -5,9 +5,11 @@ which settings, and what became of each. So a sweep may end before its jobs do.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar
 
 import submitit
@@ -72,6 +74,19 @@ class QueueLauncher(SlurmLauncher):
             some = quantity(len(jobs), "job")
             raise RunError(f"{some} not submitted: {first_line(error)}") from None
         return [job.job_id for job in submitted]
+
+    def __call__(self, *job: Any, **more: Any) -> JobReturn:
+        """Run a job, on its node."""
+        signal.signal(signal.SIGTERM, _end_if_cancelled)
+        returned: JobReturn = super().__call__(*job, **more)
+        return returned
+
+
+def _end_if_cancelled(number: int, frame: FrameType | None) -> None:
+    """End a job that Slurm is ending. It sends SIGTERM also as the notice of a preemption, which
+    leaves time: of that job it says RUNNING, and submitit queues it again at another signal."""
+    if sweep.queue_state(os.environ["SLURM_JOB_ID"]) == "COMPLETING":
+        raise SystemExit(128 + number)
 
 
 def _wait(folder: Path) -> None:

@@ -259,14 +259,11 @@ def accelerated(config: Config, parts: Parts, times: Mapping[str, Any] | None) -
     """Give layers the products that are faster, by ``times`` where the run has chosen by these
     before (``acceleration`` of its checkpoint): measured again they might choose others, with other
     roundings. To measure may take minutes."""
-    return replace(parts, accelerated=_choices(config, parts, times or {}))
-
-
-def _choices(config: Config, parts: Parts, times: Mapping[str, Any]) -> list[Choice]:
     trainer, model, device = config.trainer, parts.model, parts.device
     if trainer.acceleration == "auto" and _is_small_on_cpu(model.parameters(), device):
         why_not = "small networks are left alone"
-        return [Choice(weight.name, None, why_not) for weight in parts.handle.sparse]
+        untouched = [Choice(weight.name, None, why_not) for weight in parts.handle.sparse]
+        return replace(parts, accelerated=untouched)
     # a tenth of a second, which small networks need not wait for
     from nmrun.fast import acceleration
     from nmrun.fast.cpu.activations import pack_activations
@@ -283,7 +280,7 @@ def _choices(config: Config, parts: Parts, times: Mapping[str, Any]) -> list[Cho
             parts.task.loss(model.eval(), batch)
         model.train()
 
-    mode, accumulate, known = trainer.acceleration, trainer.accumulate, from_data(times)
+    mode, accumulate, known = trainer.acceleration, trainer.accumulate, from_data(times or {})
     clips = trainer.clip is not None
     choices = acceleration.accelerate(
         parts.handle, pass_once, mode, accumulate, why_not, clips, known, output.waiting
@@ -293,7 +290,7 @@ def _choices(config: Config, parts: Parts, times: Mapping[str, Any]) -> list[Cho
         choices += pack_activations(
             model, activations, pass_once, choices, sparse, mode, accumulate, known
         )
-    return choices
+    return replace(parts, accelerated=choices)
 
 
 # --- a teacher ------------------------------------------------------------------------------------

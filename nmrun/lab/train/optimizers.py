@@ -162,12 +162,11 @@ def scheduled(
         )
     cycles = min(options["cycles"], max(1, total_steps))  # a cycle has at least one step
     begins = [round(cycle * total_steps / cycles) for cycle in range(cycles + 1)]
-
-    def cycle_factor(steps: int) -> Callable[[int], float]:
-        warmup_steps = round(options["warmup"] * steps)
-        return schedule_factor(options["name"], warmup_steps, steps, options["final"])
-
-    factors = [cycle_factor(end - begin) for begin, end in pairwise(begins)]
+    lengths = [end - begin for begin, end in pairwise(begins)]
+    factors = [
+        schedule_factor(options["name"], round(options["warmup"] * each), each, options["final"])
+        for each in lengths
+    ]
 
     def factor(step: int) -> float:
         cycle = min(bisect_right(begins, step), cycles) - 1

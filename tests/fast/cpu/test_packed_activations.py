@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import config, rows, stopping
+from runs import config, rows, stopped
 from torch import Tensor, nn
 from torch.nn import functional
 from training import Conv1D
@@ -24,7 +24,6 @@ from nmrun.fast.cpu.kernels import products
 from nmrun.fast.measurement import Choice, Times
 from nmrun.lab.config.identity import run_folder
 from nmrun.lab.train import build, runner
-from nmrun.lab.train.loop import Loop
 from nmrun.patterns import Pattern
 from nmrun.step.activations import SquaredReLU
 
@@ -363,14 +362,12 @@ def test_a_run_has_the_losses_of_dense_products_and_its_own_bits_again(
     assert passes == []
     whole = run(tmp_path / "whole", *words)
     assert set(passes) == {"feeds", "reads"}
-    stopped = config(tmp_path / "stopped", *GPT, *words)
-    with monkeypatch.context() as patch:
-        patch.setattr(Loop, "train", stopping(Loop.train, 5))
-        assert runner.run(stopped, run_folder(stopped))["status"] == "interrupted"
+    cut = config(tmp_path / "cut", *GPT, *words)
+    stopped(cut, 5)
     monkeypatch.setattr("nmrun.fast.measurement.cache_folder", lambda: tmp_path / "other")
     measured(monkeypatch, SLOW, FAST)
     passes.clear()
-    resumed = Path(runner.run(stopped, run_folder(stopped))["folder"])
+    resumed = Path(runner.run(cut, run_folder(cut))["folder"])
     assert set(passes) == {"feeds", "reads"}
     for name in ("model.safetensors", "best.safetensors"):
         assert (resumed / name).read_bytes() == (whole / name).read_bytes()

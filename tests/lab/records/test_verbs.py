@@ -9,8 +9,6 @@ import pytest
 from runs import result_of
 from verbs import verb
 
-from nmrun.lab import cli
-
 
 def test_runs_side_by_side(write, capsys):
     one = write("ste", "2:4", 0, 0.5, optimizer__lr=0.1)
@@ -71,13 +69,9 @@ def test_the_command_of_a_run_once_more(tmp_path, nmrun_cli):
 
 
 def test_help_stands_anywhere(capsys):
-    for line, what in (
-        ("table --help", "table"),
-        ("bench train --help", "bench train"),
-        *((f"{name} --help", name) for name in cli.all_verbs() if name != "bench"),
-    ):
+    for what in ("table", "bench train"):
         with pytest.raises(SystemExit) as stop:
-            verb(*line.split())
+            verb(*what.split(), "--help")
         assert stop.value.code == 0
         assert f"usage: nmrun {what} [" in capsys.readouterr().out
     for words in (("--help",), ("--hel",), ("recipe=sr_ste", "-h")):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from nmrun.lab import output
 from nmrun.lab.records import sweep
@@ -29,23 +26,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     place = tmp_path / "record"
     place.mkdir()
     sweep.begin(place, 6, "nmrun -m", "out", SWEEPS)
-    for number, seed, recipe in (
-        (1, 0, "step"),
-        (2, 1, "step"),
-        (3, 0, "sr_ste"),
-        (4, 1, "sr_ste"),
-    ):
-        run = tmp_path / f"run{number}"
-        run.mkdir()
-        sweep.begins(place, number, words(recipe, seed), run)
-    config = {"trainer": {"epochs": 12, "eval_every": 1, "steps": None, "budget": None}}
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
-    rows: list[dict[str, Any]] = [
-        {"step": 20, "epoch": 1, "eval/accuracy": 0.25, "sparsity/density": 1.0},
-        {"step": 40, "epoch": 2, "eval/accuracy": 0.5, "eval/loss": 1.0, "sparsity/density": 0.5},
-        {"step": 50, "epoch": 3, "steps_per_second": 10.0},
-    ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    begun = [(recipe, seed) for recipe in ("step", "sr_ste") for seed in (0, 1)]
+    for number, (recipe, seed) in enumerate(begun, 1):
+        sweep.begins(place, number, words(recipe, seed), tmp_path / f"run{number}")
     final = {"final": {"test/accuracy": 0.9, "eval/accuracy": 0.875}}
     sweep.add(place, RUN | {"metrics": final}, words("step", 0), 90.0, 1)
     sweep.add(place, {"status": "failed", "error": "the loss is nan"}, words("step", 1), 2.0, 2)
@@ -54,13 +37,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def words(recipe: str, seed: int) -> list[str]:
     return [f"recipe={recipe}", f"seed={seed}", "sparsity=2:4", "trainer.epochs=12"]
-
-
-def lines_of(folder: Path) -> list[str]:
-    return [
-        "[1/6] recipe=step seed=0: finished, accuracy test 0.9000, validation 0.8750; 2 min",
-        f"[2/6] recipe=step seed=1: failed: the loss is nan; {folder}/job2.log",
-    ]
 
 
 def test_the_record_says_who_is_at_work(folder):
@@ -79,19 +55,19 @@ def test_the_record_says_who_is_at_work(folder):
     assert record.signal == 15
 
 
-def test_a_line_for_each_job_that_has_ended(folder, capsys):
+def test_a_line_for_each_job_that_has_ended_and_one_for_a_signal(folder, capsys):
+    lines = [
+        "[1/6] recipe=step seed=0: finished, accuracy test 0.9000, validation 0.8750; 2 min",
+        f"[2/6] recipe=step seed=1: failed: the loss is nan; {folder}/job2.log",
+    ]
     with Sweeper(folder, waits=False):
         pass
-    assert capsys.readouterr().out.splitlines() == lines_of(folder)
-
-
-def test_a_signal_is_told_once(folder, capsys):
+    assert capsys.readouterr().out.splitlines() == lines
     sweep.note_signal(folder, signal.SIGTERM)
     with Sweeper(folder, waits=False):
         pass
-    *ends, told = capsys.readouterr().out.splitlines()
-    assert ends == lines_of(folder)
-    assert told == "SIGTERM: each job saves its run, a second one ends them at once"
+    told = "SIGTERM: each job saves its run, a second one ends them at once"
+    assert capsys.readouterr().out.splitlines() == [*lines, told]
 
 
 def test_a_reader_who_leaves_ends_the_sweep(folder, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 import signal
@@ -14,12 +15,14 @@ from pathlib import Path
 
 import pytest
 from lazily import needs
+from runs import handled
 from slurm import cluster
 
 from nmrun.errors import ConfigError
 from nmrun.lab.config import command_line, composition
 from nmrun.lab.records import status, sweep
 from nmrun.lab.sweeps import jobs
+from nmrun.lab.train import checkpoint
 
 WORDS = ("recipe=sr_ste", "track=local", "model.channels=[8,8,8]", "trainer.batch_size=16")
 
@@ -65,6 +68,23 @@ def test_a_preset_of_ones_own_is_a_launcher_for_slurm(tmp_path):
 
 def test_the_command_for_a_job_alone_submits_nothing():
     assert command_line.of_job(["seed=0", "detach=True"], None) == "nmrun seed=0"
+
+
+@needs("launchers", "hydra_plugins.hydra_submitit_launcher")
+def test_a_job_ends_by_sigterm_if_it_is_cancelled(monkeypatch):
+    """A preemption begins with SIGTERM too, of a job that goes on and is queued again later."""
+    from nmrun.lab.sweeps.slurm import QueueLauncher, SlurmLauncher
+
+    monkeypatch.setattr(SlurmLauncher, "__call__", lambda _: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    said = "JobId=7 JobName=j JobState={} Reason=None"
+    with handled(lambda *_: None, signal.SIGTERM):  # as submitit has it
+        monkeypatch.setattr(sweep, "_answer", lambda *_: said.format("RUNNING"))
+        QueueLauncher()()
+        monkeypatch.setattr(sweep, "_answer", lambda *_: said.format("COMPLETING"))
+        with pytest.raises(SystemExit) as ended:
+            QueueLauncher()()
+    assert ended.value.code == 128 + signal.SIGTERM
 
 
 @pytest.fixture
@@ -184,7 +204,8 @@ def test_a_detached_sweep_is_queued_again_and_ends_with_the_same_bits(slurm, tmp
 
 @pytest.mark.slow
 def test_who_follows_a_sweep_is_told_what_became_of_its_jobs(slurm, tmp_path):
-    with nmrun(tmp_path, "seed=0,1,2", "trainer.epochs=3000") as process:
+    long = ("trainer.epochs=3000", "trainer.checkpoint_every=3000")
+    with nmrun(tmp_path, "seed=0,1,2", *long) as process:
         until(lambda: train(tmp_path, (0, 1)))
         first, *_, last = sorted(in_queue())
         slurms("scancel", first)
@@ -192,6 +213,10 @@ def test_who_follows_a_sweep_is_told_what_became_of_its_jobs(slurm, tmp_path):
         until(lambda: '"killed"' in jobs.read_text())
         process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=60)
+    (run,) = tmp_path.rglob("s0-*/")
+    last_row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    state = checkpoint.load(run / "checkpoint.pt")
+    assert state["loop"]["step"] >= last_row["step"], "it trained on, for nothing"
     array = last.partition("_")[0]
     assert process.returncode == 128 + signal.SIGINT
     assert re.search(rf"seed=0: killed: Slurm says CANCELLED of job {first}", said), said

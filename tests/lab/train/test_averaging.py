@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from runs import config, cut_off, finished, resumed
+from runs import after_step, config, cut_off, finished, resumed
 from safetensors.torch import load_file
 from torch import nn
 
 import nmrun
 from nmrun.lab.config.identity import run_folder
-from nmrun.lab.train.steps import TrainingSteps
 from nmrun.lab.train.weights import Average
 from nmrun.sparsity import nm_mask
 
@@ -20,22 +19,20 @@ STEPS_AN_EPOCH, EPOCHS, LAST = 3, 4, 2
 
 
 @pytest.mark.parametrize("recipe", ["dense", "sr_ste"])
-def test_the_final_weights_are_the_mean_of_the_last_epochs(tmp_path, monkeypatch, recipe):
+def test_the_final_weights_are_the_mean_of_the_last_epochs(tmp_path, recipe):
     seen: list[dict[str, torch.Tensor]] = []
-    step = TrainingSteps.train_step
 
-    def watched(self, *args, **kwargs):
-        step(self, *args, **kwargs)
-        if self.step % STEPS_AN_EPOCH == 0:
-            dense = {weight.name: weight.dense for weight in self.parts.handle.sparse}
-            plain = dict(self.parts.model.named_parameters())
+    def watch(loop):
+        if loop.step % STEPS_AN_EPOCH == 0:
+            dense = {weight.name: weight.dense for weight in loop.parts.handle.sparse}
+            plain = dict(loop.parts.model.named_parameters())
             seen.append({name: tensor.detach().clone() for name, tensor in (plain | dense).items()})
 
-    monkeypatch.setattr(TrainingSteps, "train_step", watched)
     cfg = config(
         tmp_path, f"recipe={recipe}", f"trainer.average={LAST}", f"trainer.epochs={EPOCHS}"
     )
-    finished(cfg)
+    with after_step(None, watch):
+        finished(cfg)
     final = load_file(run_folder(cfg) / "model.safetensors")
     assert len(seen) == EPOCHS
     assert final.keys() == seen[0].keys()

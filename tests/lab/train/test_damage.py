@@ -153,15 +153,11 @@ def test_of_an_interrupted_run(names, kind, interrupted, whole, tmp_path, monkey
     for name in names.split():
         damage(folder / name, kind)
     status, output = again(cfg, folder, capsys)
-    right = status == "finished" and outcome(folder) == outcome(run_folder_of(whole))
+    right = status == "finished" and outcome(folder) == outcome(run_folder(tiny(whole)))
     assert right or names.split()[0] in output
     # a checkpoint costs steps at most; what lies in a folder of its name is not removed
     assert right or names == "metrics.jsonl" or kind == "a folder"
     assert not (tmp_path / "planted").exists()
-
-
-def run_folder_of(root: Path) -> Path:
-    return run_folder(tiny(root))
 
 
 # they are known by their hashes, whatever the damage
@@ -181,7 +177,7 @@ def test_of_a_finished_run(name, kind, whole, tmp_path, monkeypatch, capsys):
     seen = name == RESULT or not (folder / name).is_file() or (folder / name).stat().st_size != size
     status, output = again(cfg, folder, capsys)
     if seen and status == "finished":
-        assert outcome(folder) == outcome(run_folder_of(whole))
+        assert outcome(folder) == outcome(run_folder(tiny(whole)))
         assert verb("table", "out", "--verify") == 0
     elif seen:  # it cannot be made again from what is left
         assert name in output

@@ -127,18 +127,13 @@ def test_start_is_the_model_as_it_begins(tmp_path):
     plain = build.build(config(tmp_path, "recipe=dense"))
     parts = build.build(cfg)
     assert isinstance(parts.loss, Distilled)
-    run_loop(cfg, parts)
+    steps = TrainingSteps(cfg, parts)
+    for step in range(3):
+        steps.train_step(0, step, measure_flips=False)
     teacher = parts.loss.teacher.state_dict()
     for name, tensor in plain.model.state_dict().items():
         assert torch.equal(teacher[name], tensor)
     assert not torch.equal(parts.model.state_dict()["stem.weight"], teacher["stem.weight"])
-
-
-def run_loop(cfg: Config, parts: build.Parts) -> None:
-    steps = TrainingSteps(cfg, parts)
-    parts.model.train()
-    for step in range(3):
-        steps.train_step(0, step, measure_flips=False)
 
 
 def test_accumulation_gives_the_same_loss(tmp_path, teacher):

@@ -34,17 +34,17 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def compare(alone: Path, other: Path, rtol: float, atol: float) -> None:
+    """Their final weights are the same up to rounding."""
+    expected, weights = (load_file(each / "model.safetensors") for each in (alone, other))
+    torch.testing.assert_close(weights, expected, rtol=rtol, atol=atol)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_processes_train_the_weights_of_one(recipe, together, tmp_path):
     alone = Path(two_ranks.run(str(tmp_path), recipe))
     other = together / alone.relative_to(tmp_path)
-    expected, weights = (
-        load_file(alone / "model.safetensors"),
-        load_file(other / "model.safetensors"),
-    )
-    assert expected.keys() == weights.keys()
-    for name, weight in expected.items():
-        torch.testing.assert_close(weights[name], weight, rtol=1e-3, atol=1e-5)
+    compare(alone, other, rtol=1e-3, atol=1e-5)
     for one, two in zip(rows(alone), rows(other), strict=True):
         assert one.keys() == two.keys()
         assert one.get("train/loss", 0.0) == pytest.approx(two.get("train/loss", 0.0), rel=1e-4)
@@ -58,12 +58,7 @@ def test_two_processes_take_the_same_2_4_products(together, tmp_path, monkeypatc
     other = together / alone.relative_to(tmp_path)
     for folder in (alone, other):
         assert "N:M products in 2 of 2 sparse layers" in (folder / "run.log").read_text()
-    expected, weights = (
-        load_file(alone / "model.safetensors"),
-        load_file(other / "model.safetensors"),
-    )
-    for name, weight in expected.items():
-        torch.testing.assert_close(weights[name], weight, rtol=2e-2, atol=2e-3)
+    compare(alone, other, rtol=2e-2, atol=2e-3)
 
 
 def test_a_signal_stops_both_and_one_process_goes_on(tmp_path, nmrun_cli):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import TINY, config, finished, outcome
+from runs import TINY, after_step, config, finished, outcome
 from training import bits
 
 from nmrun.fast.cpu.kernels import products
@@ -23,7 +23,6 @@ from nmrun.lab.config.identity import run_folder
 from nmrun.lab.records import status, sweep
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import checkpoint, runner
-from nmrun.lab.train.steps import TrainingSteps
 
 
 def test_no_flipped_bit_goes_unnoticed(tmp_path):
@@ -75,11 +74,7 @@ def test_a_file_that_does_not_fit(tmp_path, nmrun_cli):
 
 
 def test_a_disk_that_is_full_from_some_step_on(tmp_path, monkeypatch, capsys):
-    cfg, original, full = config(tmp_path), TrainingSteps.train_step, []
-
-    def step(loop, *args, **kwargs):
-        original(loop, *args, **kwargs)
-        full.extend([True] if loop.step == 8 else [])
+    cfg, full = config(tmp_path), []
 
     def fsync(_):
         if full:
@@ -92,8 +87,7 @@ def test_a_disk_that_is_full_from_some_step_on(tmp_path, monkeypatch, capsys):
             raise OSError(errno.ENOSPC, "No space left on device")
         return opened(path, mode, *args, **kwargs)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingSteps, "train_step", step)
+    with after_step(8, full.append), monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
         patch.setattr(Path, "open", appending)
         result = runner.run(cfg, run_folder(cfg))
@@ -165,17 +159,18 @@ def test_a_sweep_goes_on_where_the_end_of_a_job_cannot_be_noted(small_disk, caps
 # --- memory that runs out -------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From step 8 on, more than 8 images at once are too many; the sizes of the micro-batches that
-    were tried.
-    """
-    loss, tried = Classification.loss, []
+TOO_FEW = "out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.). Try a larger trainer.accumulate"
+
+
+def small_memory(monkeypatch: pytest.MonkeyPatch, passes: int) -> list[int]:
+    """After so many passes with 32 images, more than 8 at once are too many. Returns the sizes of the
+    micro-batches as they are tried."""
+    loss, tried = Classification.loss, list[int]()
 
     def limited(task: Classification, model: Any, batch: Any) -> torch.Tensor:
         # two images: the example that FLOPs are counted with
         tried.extend([len(batch[0])] if len(batch[0]) > 2 else [])
-        if tried.count(32) > 7 and len(batch[0]) > 8:
+        if tried.count(32) > passes and len(batch[0]) > 8:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
         return loss(task, model, batch)
 
@@ -183,13 +178,11 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tried
 
 
-def test_without_memory_a_run_fails_and_says_what_to_try(small_memory, tmp_path, capsys):
+def test_without_memory_a_run_fails_and_says_what_to_try(tmp_path, monkeypatch):
+    small_memory(monkeypatch, passes=7)
     cfg = config(tmp_path)
     result = runner.run(cfg, run_folder(cfg))
-    assert result["status"] == "failed"
-    assert result["error"] == (
-        "step 8: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.). Try a larger trainer.accumulate"
-    )
+    assert (result["status"], result["error"]) == ("failed", f"step 8: {TOO_FEW}")
 
 
 def test_a_network_that_memory_does_not_hold_is_told_without_what_is_no_help(tmp_path):
@@ -201,25 +194,14 @@ def test_a_network_that_memory_does_not_hold_is_told_without_what_is_no_help(tmp
 
 
 @pytest.mark.slow
-def test_memory_that_runs_out_before_training(tmp_path, monkeypatch, capsys):
+def test_memory_that_runs_out_before_training(tmp_path, monkeypatch):
     """The pass that looks at the sizes of layers takes micro-batches as long as those of training;
     what lies in the folder from before ``force=true`` is not gone on with."""
-    loss, tried = Classification.loss, []
-
-    def limited(task, model, batch):
-        tried.extend([len(batch[0])] if len(batch[0]) > 2 else [])
-        if len(batch[0]) > 8:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
-        return loss(task, model, batch)
-
     looks = ("trainer.acceleration=force",) if not products.KERNELS.obstacle() else ()
     monkeypatch.setattr("nmrun.fast.cpu.probe.SMALLEST", 1)
     cfg = config(tmp_path, *looks)
     finished(cfg)
-    monkeypatch.setattr(Classification, "loss", limited)
+    tried = small_memory(monkeypatch, passes=0)
     failing = config(tmp_path, *looks, "force=true")
-    assert runner.run(failing, run_folder(failing))["error"] == (
-        "before training: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.). "
-        "Try a larger trainer.accumulate"
-    )
+    assert runner.run(failing, run_folder(failing))["error"] == f"before training: {TOO_FEW}"
     assert tried == [32]

@@ -140,10 +140,6 @@ def test_a_run_is_the_same_on_shards(tmp_path):
             ("recipe=ste", "trainer.input_gradient=transposable"),
             "trainer.input_gradient=transposable needs whole weights",
         ),
-        (
-            ("recipe=ste", "trainer.input_gradient=double_prune"),
-            "trainer.input_gradient=double_prune needs whole weights",
-        ),
         (("trainer.compile=true",), "trainer.compile=True"),
         (("trainer.precision=fp16",), "trainer.precision=fp16"),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import config, rows
+from runs import after_step, config, evaluations, rows
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -19,12 +19,10 @@ from nmrun.lab import models
 from nmrun.lab.config.identity import run_folder
 from nmrun.lab.config.schema import Config
 from nmrun.lab.signals import Signals
-from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import build, checkpoint, runner, steps
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.train.optimizers import schedule_factor
-from nmrun.lab.train.steps import TrainingSteps
 from nmrun.sparsity import nm_mask
 
 
@@ -50,10 +48,6 @@ def trained(cfg: Config, folder: Path, prepare: Any = None) -> tuple[Loop, list[
     return loop, tracker.rows
 
 
-def with_trainer(cfg: Config, **values: Any) -> Config:
-    return Config({**cfg.plain, "trainer": {**cfg.plain["trainer"], **values}}, cfg.pattern)
-
-
 def weights(loop: Loop) -> dict[str, Tensor]:
     """Copies of the parameters, of sparse weights the dense ones."""
     with loop.handle.dense_weights():
@@ -75,7 +69,9 @@ def test_micro_batches_give_the_update_of_the_whole_batch(recipe, tmp_path):
         # eps = 1e-3 keeps Adam from blowing up the rounding of gradients that are almost zero
         options = ["optimizer.eps=1e-3", f"recipe={recipe}", "trainer.clip=0.5", "trainer.epochs=2"]
         options += {"sr_ste": ["recipe.decay=0.1"], "step": ["recipe.switch=0.5"]}.get(recipe, [])
-        cfg = with_trainer(config(tmp_path, *options), batch_size=30, accumulate=parts)
+        cfg = config(tmp_path, *options)
+        trainer = {**cfg.plain["trainer"], "batch_size": 30, "accumulate": parts}
+        cfg = Config({**cfg.plain, "trainer": trainer}, cfg.pattern)  # refused by the command line
         results.append(weights(trained(cfg, tmp_path)[0]))
     torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-4)
 
@@ -163,7 +159,7 @@ def test_a_step_that_loss_scaling_skips_did_not_happen(tmp_path):
     words = (
         "trainer.precision=fp16 recipe=step recipe.switch=0.5 schedule=linear trainer.log_every=1"
     )
-    cfg = config(tmp_path, *words.split())
+    cfg = config(tmp_path, *words.split(), "trainer.epochs=12")
     start = weights(Loop(cfg, build.build(cfg), Console(None), "0123456789"))
     seen: list[tuple[int, int, bool]] = []
 
@@ -178,7 +174,7 @@ def test_a_step_that_loss_scaling_skips_did_not_happen(tmp_path):
 
         loop.steps.train_step = watched
 
-    loop, logged = trained(with_trainer(cfg, epochs=12), tmp_path, prepare)
+    loop, logged = trained(cfg, tmp_path, prepare)
     updates = [number for number, _, _ in seen]
     before_each = [0, *updates[:-1]]
     assert updates[:3] == [0, 0, 0]
@@ -224,10 +220,7 @@ def test_the_best_evaluation_counts_only_while_sparse(recipe, expected, tmp_path
     """Accuracy falls from epoch to epoch, so the best one is the first that counts: after the
     switch at step 7 of 12.
     """
-    falling = iter([0.9, 0.8, 0.7, 0.6])
-    monkeypatch.setattr(
-        Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": next(falling)}
-    )
+    evaluations(monkeypatch, [0.9, 0.8, 0.7, 0.6])
     switch = {"step": ["recipe.switch=0.58"], "asp": ["recipe.prune_at=0.58"]}.get(recipe, [])
     loop, logged = trained(config(tmp_path, f"recipe={recipe}", *switch), tmp_path)
     assert loop.evaluation.best == {
@@ -246,10 +239,7 @@ def test_the_best_evaluation_counts_only_while_sparse(recipe, expected, tmp_path
 
 def test_evaluations_by_steps(tmp_path, monkeypatch):
     """The best weights are those of a step within an epoch: a run that ends there has them too."""
-    falling = iter([0.9, 0.8, 0.7, *[0.5] * 9])
-    monkeypatch.setattr(
-        Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": next(falling)}
-    )
+    evaluations(monkeypatch, [0.9, 0.8, 0.7, *[0.5] * 9])
     cfg = config(tmp_path, "recipe=ste", "trainer.eval_every=5steps")
     result = runner.run(cfg, run_folder(cfg))
     evaluated = [row for row in rows(run_folder(cfg)) if "eval/accuracy" in row]
@@ -266,29 +256,20 @@ def test_evaluations_by_steps(tmp_path, monkeypatch):
 def test_patience_counts_evaluations_of_sparse_weights(tmp_path, monkeypatch):
     """After each 3 of 24 steps, dense until step 7: the best are those of steps 9 and 15. The run ends
     with the weights of its step 21."""
-    scores = iter([0.9, 0.8, 0.5, 0.4, 0.6, 0.6, 0.1, 0.9] * 2)
-    monkeypatch.setattr(
-        Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": next(scores)}
-    )
+    evaluations(monkeypatch, [0.9, 0.8, 0.5, 0.4, 0.6, 0.6, 0.1, 0.9] * 2)
     words = ["recipe=step", "recipe.switch=0.3", "trainer.epochs=8", "trainer.test=false"]
     cfg = config(tmp_path, *words, "trainer.patience=2")
     result = runner.run(cfg, run_folder(cfg))
     assert (result["steps"], result["metrics"]["best"]["step"]) == (21, 15)
     (event,) = [each for each in result["events"] if each["kind"] == "early"]
     assert event["step"] == 21
-    scores = iter([0.5] * 9)
-    whole = config(tmp_path, *words)
-    ends = {}
-    original = TrainingSteps.train_step
-
-    def recorded(steps, *args, **kwargs):
-        original(steps, *args, **kwargs)
-        ends[steps.step] = steps.strategy.final_state_dict()
-
-    monkeypatch.setattr(TrainingSteps, "train_step", recorded)
-    runner.run(whole, run_folder(whole))
+    evaluations(monkeypatch, [0.5] * 9)
+    whole, ends = config(tmp_path, *words), {}
+    with after_step(21, lambda steps: ends.update(steps.strategy.final_state_dict())):
+        runner.run(whole, run_folder(whole))
     saved = load_file(run_folder(cfg) / "model.safetensors")
-    assert all(torch.equal(saved[name], tensor) for name, tensor in ends[21].items())
+    assert saved.keys() == ends.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in ends.items())
 
 
 @pytest.mark.parametrize("length", [2, 7, 12])

@@ -21,9 +21,11 @@ from runs import (
     KINDS,
     RECIPES,
     Outcome,
+    after_step,
     build_noisy,
     config,
     finished,
+    handled,
     kill,
     outcome,
     rows,
@@ -230,7 +232,7 @@ def test_a_signal_stops_evaluations_and_the_last_files(
     with monkeypatch.context() as patch:
         calls = -1000
         patch.setattr(owner, name, signalled)
-        assert outcome(cfg) == drawing_alone(tmp_path, patch, owner, name)
+        assert outcome(cfg) == outcome(make(tmp_path / "alone", "step"))
 
 
 def test_a_row_that_a_signal_put_off_is_logged_once(tmp_path):
@@ -241,14 +243,6 @@ def test_a_row_that_a_signal_put_off_is_logged_once(tmp_path):
     kill(cfg, TrainingSteps, "train_step", 1)  # the row is in the file, the checkpoint as before
     assert [row["step"] for row in rows(run_folder(cfg))] == [2, 4]
     assert outcome(cfg) == outcome(make(tmp_path / "alone", "step", *words))
-
-
-def drawing_alone(tmp_path: Path, patch: pytest.MonkeyPatch, owner: Any, name: str) -> Any:
-    """Left alone, where a function draws random numbers."""
-    key = ("step", str(owner), name)
-    if key not in _alone:
-        _alone[key] = outcome(make(tmp_path / "alone", "step"))
-    return _alone[key]
 
 
 def test_a_signal_comes_while_an_error_is_on_its_way(tmp_path, monkeypatch):
@@ -267,9 +261,9 @@ def test_a_signal_comes_while_an_error_is_on_its_way(tmp_path, monkeypatch):
     assert outcome(cfg) == left_alone(tmp_path, "ste")
 
 
-def test_a_launcher_s_handler_is_called_when_all_is_saved(tmp_path, monkeypatch):
+def test_a_launcher_s_handler_is_called_when_all_is_saved(tmp_path):
     """submitit's, for instance, which puts the job into the queue again and exits; others return."""
-    cfg, original, saved = make(tmp_path, "step"), TrainingSteps.train_step, []
+    cfg, saved = make(tmp_path, "step"), []
 
     def handler(number, frame):
         state = checkpoint.load(run_folder(cfg) / "checkpoint.pt")
@@ -277,43 +271,34 @@ def test_a_launcher_s_handler_is_called_when_all_is_saved(tmp_path, monkeypatch)
         if number == signal.SIGUSR2:
             sys.exit(-1)
 
-    def signalled(loop, *args, **kwargs):
-        original(loop, *args, **kwargs)
-        if loop.step in (5, 8) and not any(step == loop.step for _, step in saved):
-            os.kill(os.getpid(), {5: signal.SIGTERM, 8: signal.SIGUSR2}[loop.step])
-
-    former = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGUSR2)}
-    try:
-        with monkeypatch.context() as patch, pytest.raises(SystemExit):
-            patch.setattr(TrainingSteps, "train_step", signalled)
-            runner.run(cfg, run_folder(cfg))
-    finally:
-        for number, before in former.items():
-            signal.signal(number, before)
+    with (
+        handled(handler, signal.SIGTERM, signal.SIGUSR2),
+        signal_after(5, signal.SIGTERM),
+        signal_after(8, signal.SIGUSR2),
+        pytest.raises(SystemExit),
+    ):
+        runner.run(cfg, run_folder(cfg))
     assert saved == [(signal.SIGTERM, 5), (signal.SIGUSR2, 8)]
     assert outcome(cfg) == left_alone(tmp_path, "step")
 
 
-def test_a_process_that_a_run_has_forked_ends_as_ever(tmp_path, monkeypatch):
+def test_a_process_that_a_run_has_forked_ends_as_ever(tmp_path):
     """A pool of a data set of one's own, which ends its processes by SIGTERM."""
-    original, codes = TrainingSteps.train_step, list[int]()
+    codes = list[int]()
 
-    def forking(loop, *args, **kwargs):
-        original(loop, *args, **kwargs)
-        if loop.step == 5:
-            ready, child_end = os.pipe()
-            child = os.fork()
-            if not child:
-                os.write(child_end, b".")  # Python forgets a signal that comes while it forks
-                time.sleep(60)
-                os._exit(0)
-            os.read(ready, 1)
-            os.kill(child, signal.SIGTERM)
-            codes.append(os.waitpid(child, 0)[1])
+    def fork(_):
+        ready, child_end = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(child_end, b".")  # Python forgets a signal that comes while it forks
+            time.sleep(60)
+            os._exit(0)
+        os.read(ready, 1)
+        os.kill(child, signal.SIGTERM)
+        codes.append(os.waitpid(child, 0)[1])
 
     cfg, alone = make(tmp_path, "ste"), left_alone(tmp_path, "ste")
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingSteps, "train_step", forking)
+    with after_step(5, fork):
         assert outcome(cfg) == alone
     assert codes == [signal.SIGTERM]
 
@@ -428,13 +413,7 @@ def test_what_safetensors_leaves_of_a_killed_file_is_removed(tmp_path):
 
 def test_a_signal_that_the_parent_ignores_ends_nothing(tmp_path):
     """As of a command with ``&`` in a script, or under nohup."""
-    former = {
-        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)
-    }
-    try:
-        with signal_after(7, *former):
-            finished(make(tmp_path, "ste"))
-        assert all(signal.getsignal(number) is signal.SIG_IGN for number in former)
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+    ignored = (signal.SIGINT, signal.SIGHUP)
+    with handled(signal.SIG_IGN, *ignored), signal_after(7, *ignored):
+        finished(make(tmp_path, "ste"))
+        assert all(signal.getsignal(number) is signal.SIG_IGN for number in ignored)

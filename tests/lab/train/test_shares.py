@@ -54,6 +54,16 @@ def stream(place: Path, *overrides: str) -> ImageStream:
     return task
 
 
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The epoch and row of each image that is decoded, as it is."""
+    keys, read = list[tuple[int, int]](), ImageFiles.__getitem__
+    monkeypatch.setattr(
+        ImageFiles, "__getitem__", lambda files, key: keys.append(key) or read(files, key)
+    )
+    return keys
+
+
 def build(kind: str, place: Path) -> Task:
     return {
         "images": pictures,
@@ -119,24 +129,17 @@ def test_images_of_others_are_neither_augmented_nor_normalised(options, extra, m
 
 
 @pytest.mark.parametrize("extra", [0, 1])
-def test_images_of_others_are_not_decoded(extra, tmp_path, monkeypatch):
-    task, keys, read = (
-        stream(tmp_path, f"dataset.mixup={extra}.0"),
-        list[tuple[int, int]](),
-        ImageFiles.__getitem__,
-    )
-    monkeypatch.setattr(
-        ImageFiles, "__getitem__", lambda files, key: keys.append(key) or read(files, key)
-    )
+def test_images_of_others_are_not_decoded(extra, tmp_path, decoded):
+    task = stream(tmp_path, f"dataset.mixup={extra}.0")
     task.sizes(0, 0, WORLD)
-    assert not keys
+    assert not decoded
     everyones = []
     for rank in range(WORLD):
-        keys.clear()
+        decoded.clear()
         for epoch, index in ((0, 0), (0, 1), (0, 2), (1, 0)):  # on and on, without a new start
             task.micro_batches(epoch, index, WORLD, range(rank, rank + 1))
-        assert len(keys) == 4 * (8 / WORLD + extra)
-        everyones += [row for epoch, row in keys if epoch == 0]
+        assert len(decoded) == 4 * (8 / WORLD + extra)
+        everyones += [row for epoch, row in decoded if epoch == 0]
     assert len(set(everyones)) == 24  # an epoch
 
 
@@ -226,23 +229,21 @@ def test_shares_of_an_evaluation_add_up(case):
     check(task(), model())
 
 
-def test_shares_of_a_streams_evaluation_add_up(tmp_path, monkeypatch):
-    task, keys, read = stream(tmp_path, "trainer.batch_size=3"), list[Any](), ImageFiles.__getitem__
+def test_shares_of_a_streams_evaluation_add_up(tmp_path, decoded):
+    task = stream(tmp_path, "trainer.batch_size=3")
     torch.manual_seed(0)
     check(task, nn.Sequential(nn.Flatten(), nn.Linear(192, 2)))  # 8 images
-    monkeypatch.setattr(
-        ImageFiles, "__getitem__", lambda files, key: keys.append(key) or read(files, key)
-    )
+    decoded.clear()
     task.tally(nn.Flatten(), "test", 0, 3)
-    assert len(keys) == 3
+    assert len(decoded) == 3
 
 
 # --- two processes --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process finds, and each of two."""
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """By what was asked, what one process finds, and each of two."""
     place = tmp_path_factory.mktemp("shares")
     two_evaluate.folder(place / "whole")
     two_evaluate.folder(place / "damaged")
@@ -250,18 +251,18 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for count in (1, 2):
         process = preloaded.torchrun(two_evaluate.__file__, place, processes=count)
         assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
-    return {
-        name: json.loads((place / f"found{name}.json").read_text())
-        for name in ("0of1", "0of2", "1of2")
-    }
+    found = [
+        json.loads((place / f"found{who}.json").read_text()) for who in ("0of1", "0of2", "1of2")
+    ]
+    return {asked: [each[asked] for each in found] for asked in found[0]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*two_evaluate.CASES, "shards", "shards, 1 batch", "translation"])
 def test_two_processes_find_the_metrics_of_one(case, outcomes):
-    if case not in outcomes["0of1"]:
+    if case not in outcomes:
         pytest.skip("needs nmrun[translation]")
-    alone, one, other = (outcomes[name][case] for name in ("0of1", "0of2", "1of2"))
+    alone, one, other = outcomes[case]
     assert one == other
     assert one["passes"] >= 1
     assert one["passes"] <= alone["passes"] / 2 + 1 or case == "translation"
@@ -276,18 +277,16 @@ def test_two_processes_find_the_metrics_of_one(case, outcomes):
 
 @pytest.mark.slow
 def test_a_rank_that_cannot_read_its_part_ends_the_run_of_all(outcomes):
-    for name in outcomes:
-        assert (
-            outcomes[name]["broken text"]
-            == "the test text has the token 7, outside the vocabulary of 7"
-        )
-        assert outcomes[name]["damaged"]["status"] == "failed"
-        assert "bee/07.png is damaged, or not an image" in outcomes[name]["damaged"]["error"]
+    told = "the test text has the token 7, outside the vocabulary of 7"
+    assert outcomes["broken text"] == [told] * 3
+    for run in outcomes["damaged"]:
+        assert run["status"] == "failed"
+        assert "bee/07.png is damaged, or not an image" in run["error"]
 
 
 @pytest.mark.slow
 def test_two_processes_decode_half_each(outcomes):
-    alone, one, other = (outcomes[name]["stream"] for name in ("0of1", "0of2", "1of2"))
+    alone, one, other = outcomes["stream"]
     assert [run["trained"] for run in (alone, one, other)] == [18, 9, 9]
     assert alone["status"] == one["status"] == "finished"
 
@@ -295,8 +294,8 @@ def test_two_processes_decode_half_each(outcomes):
 @pytest.mark.slow
 def test_all_ranks_evaluate_with_the_running_statistics_that_are_saved(outcomes, tmp_path):
     """Two processes evaluate together what one process finds with the weights they have saved."""
-    run = outcomes["0of2"]["stream"]
-    assert run["metrics"] == outcomes["1of2"]["stream"]["metrics"]
+    _, run, other = outcomes["stream"]
+    assert run["metrics"] == other["metrics"]
     task = stream(tmp_path, "trainer.batch_size=6")
     model = two_evaluate.Normed((3, 8, 8), 2)
     model.load_state_dict(load_file(Path(run["folder"]) / "model.safetensors"))
@@ -310,11 +309,9 @@ def test_all_ranks_evaluate_with_the_running_statistics_that_are_saved(outcomes,
 
 @pytest.mark.slow
 def test_a_task_that_knows_no_ranks_is_evaluated_on_each(outcomes):
-    alone, one, other = (outcomes[name]["own"] for name in ("0of1", "0of2", "1of2"))
+    alone, one, _ = outcomes["own"]
     assert alone["status"] == one["status"] == "finished"
-    assert (
-        alone["evaluations"] == one["evaluations"] == other["evaluations"] == 2
-    )  # validation, test
+    assert [run["evaluations"] for run in outcomes["own"]] == [2, 2, 2]  # validation, test
     assert one["metrics"]["final"]["eval/loss"] == pytest.approx(
         alone["metrics"]["final"]["eval/loss"], rel=1e-4
     )

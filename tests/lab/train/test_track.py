@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,7 @@ KNOWN: dict[str, Any] = {
     "output_dir": "outputs",
 }
 LOCAL = {**KNOWN, "track": {"name": "local", "tags": [], "also": []}}
+MLFLOW = {**KNOWN, "track": {"name": "mlflow", "tags": [], "also": [], "project": "mine"}}
 WANDB = {
     **KNOWN,
     "track": {
@@ -52,6 +54,14 @@ def logged_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for key in ("MODE", "PROJECT", "NAME", "TAGS", "RUN_ID"):
         monkeypatch.delenv(f"WANDB_{key}", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+
+
+@pytest.fixture
+def closed() -> Iterator[str]:
+    """An address where nobody listens."""
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{place.getsockname()[1]}"
 
 
 def tracker(folder: Path, cfg: dict[str, Any], step: int = 0) -> tuple[Tracker, list[str]]:
@@ -185,8 +195,6 @@ def test_a_missing_wandb_costs_a_line(tmp_path, monkeypatch, capsys):
 
 
 def test_a_wandb_that_breaks_on_the_way_costs_a_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-
     def broken(*_, **__):
         raise OSError("disk full\nand more")
 
@@ -280,16 +288,14 @@ def test_the_mode_of_the_environment(variable, key, mode, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_without_its_server_a_run_has_its_rows(tmp_path, monkeypatch):
+def test_without_its_server_a_run_has_its_rows(closed, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # nobody listens there
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed.getsockname()[1]}")
-        monkeypatch.setattr(track, "INIT_TIMEOUT", 1.0)
-        run, messages = tracker(tmp_path, WANDB)
-        run.log({"step": 1, "something": 1.0})
-        run.finish({}, 0)
+    monkeypatch.setenv("WANDB_BASE_URL", closed)
+    monkeypatch.setattr(track, "INIT_TIMEOUT", 1.0)
+    run, messages = tracker(tmp_path, WANDB)
+    run.log({"step": 1, "something": 1.0})
+    run.finish({}, 0)
     (line,) = messages
     assert line.startswith("W&B is off for this run")
     assert [row["step"] for row in rows(tmp_path)] == [1]
@@ -376,11 +382,10 @@ def test_mlflow_has_one_run_that_goes_on(tmp_path, monkeypatch, capsys):
     tracking = pytest.importorskip("mlflow.tracking")
     place = f"sqlite:///{tmp_path / 'some.db'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
-    cfg = {**KNOWN, "track": {"name": "mlflow", "tags": [], "also": [], "project": "mine"}}
-    first, _ = tracker(tmp_path, cfg)
+    first, _ = tracker(tmp_path, MLFLOW)
     first.log({"step": 1, "epoch": 1, "train/loss": 0.25})
     first.finish({}, 1)
-    second, messages = tracker(tmp_path, cfg, step=1)
+    second, messages = tracker(tmp_path, MLFLOW, step=1)
     second.log({"step": 2, "epoch": 1, "train/loss": 0.5})
     second.finish({"test/accuracy": 0.75, "status": "finished"}, 0)
     assert messages == []
@@ -396,7 +401,7 @@ def test_mlflow_has_one_run_that_goes_on(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_an_mlflow_that_refuses_is_not_waited_for_long(tmp_path, monkeypatch):
+def test_an_mlflow_that_refuses_is_not_waited_for_long(closed, tmp_path, monkeypatch):
     pytest.importorskip("mlflow.tracking")
     slept: list[float] = []
     monkeypatch.setattr("urllib3.util.retry.time.sleep", slept.append)
@@ -404,13 +409,10 @@ def test_an_mlflow_that_refuses_is_not_waited_for_long(tmp_path, monkeypatch):
     for name in track.MLFLOW_WAITS:
         monkeypatch.setenv(name, "")  # which is taken back in the end
         monkeypatch.delenv(name)
-    cfg = {**KNOWN, "track": {"name": "mlflow", "tags": [], "also": [], "project": "mine"}}
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # nobody listens there
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{closed.getsockname()[1]}")
-        run, messages = tracker(tmp_path, cfg)
-        run.log({"step": 1, "something": 1.0})
-        run.finish({}, 0)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", closed)
+    run, messages = tracker(tmp_path, MLFLOW)
+    run.log({"step": 1, "something": 1.0})
+    run.finish({}, 0)
     (line,) = messages
     assert line.startswith("MLflow is off for this run")
     assert sum(slept) <= 30
@@ -430,8 +432,7 @@ def test_an_experiment_that_another_job_makes_meanwhile_is_taken(tmp_path, monke
         return None if len(looks) == 1 else look(self, name)
 
     monkeypatch.setattr(tracking.MlflowClient, "get_experiment_by_name", before)
-    cfg = {**KNOWN, "track": {"name": "mlflow", "tags": [], "also": [], "project": "mine"}}
-    run, messages = tracker(tmp_path, cfg)
+    run, messages = tracker(tmp_path, MLFLOW)
     run.finish({}, 0)
     assert messages == []
     assert len(client.search_runs([theirs])) == 1
