@@ -234,9 +234,7 @@ def follow(recipe: str, hand: ByHand, pattern: str = "2:4", **options: Any) -> N
     """
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(
-        model, optimizer, recipe, pattern, TOTAL, **{"exclude": None, **options}
-    )
+    handle = nmrun.sparsify(model, optimizer, recipe, pattern, TOTAL, exclude=None, **options)
     batches = data(2)
     for t in range(TOTAL):
         torch.testing.assert_close(

@@ -20,6 +20,7 @@ from training import (
     Start,
     attach,
     bits,
+    by_sgd,
     everything,
     net,
     recipe_tensors,
@@ -427,10 +428,7 @@ def test_autocast_keeps_no_copy_of_the_other_weights():
 def test_layers_compute_with_the_dense_weights_inside():
     """Also in training, and the gradient of their input: not with what was pruned again."""
     model = nn.Sequential(nn.Linear(16, 8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = nmrun.sparsify(
-        model, optimizer, "sr_ste", "2:4", input_gradient="double_prune", exclude=None
-    )
+    optimizer, handle = by_sgd(model, "sr_ste", "2:4", input_gradient="double_prune")
     x = torch.randn(4, 16, requires_grad=True)
     model(x).square().mean().backward()
     optimizer.step()

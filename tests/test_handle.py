@@ -11,7 +11,7 @@ import pytest
 import torch
 from errors import one_line
 from torch import nn
-from training import OPTIONS, SPARSE, TOTAL, batch, bits, everything, net, start, train
+from training import OPTIONS, SPARSE, TOTAL, batch, bits, by_sgd, everything, net, start, train
 
 import nmrun
 from nmrun.errors import ConfigError
@@ -245,8 +245,7 @@ def test_one_optimizer_over_two_models_takes_one_handle():
         nmrun.sparsify(second, optimizer, "ste", exclude=None)
     first, second = net(), net()
     both = nn.ModuleList([first, second])
-    optimizer = torch.optim.SGD(both.parameters(), 0.1)
-    handle = nmrun.sparsify(both, optimizer, "ste", exclude=None)
+    optimizer, handle = by_sgd(both, "ste")
     for model in both:
         train(model, optimizer, range(1))
     handle.finalize()
@@ -262,7 +261,7 @@ def test_an_optimizer_of_other_weights_and_a_model_without_any():
         ValueError,
         match=r"no weight of this model can be 2:4 sparse \(weight \[8, 8\]: an embedding\)",
     ):
-        nmrun.sparsify(embedding, torch.optim.SGD(embedding.parameters(), 0.1), "ste", exclude=None)
+        by_sgd(embedding, "ste")
 
 
 @pytest.mark.parametrize("by_name", [False, True])

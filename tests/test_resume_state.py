@@ -19,6 +19,7 @@ from training import (
     attach,
     batch,
     bits,
+    by_sgd,
     everything,
     net,
     recipe_tensors,
@@ -406,8 +407,7 @@ def test_a_step_that_moves_nothing_counts_once_there_is_a_state(stepped):
 @pytest.mark.parametrize("size", [0.0, 1.0])
 def test_a_step_at_a_learning_rate_of_0_counts_by_sparse_gradients_too(size):
     model = nn.Sequential(nn.Embedding(10, 16, sparse=True), nn.Linear(16, 8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4", exclude=None)
+    optimizer, handle = by_sgd(model, "sr_ste", "2:4", lr=0.0)
     (size * model[0](torch.tensor([1, 2, 1]))).sum().backward()
     assert model[0].weight.grad.is_sparse
     optimizer.step()

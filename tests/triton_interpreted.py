@@ -459,7 +459,7 @@ def test_a_run_with_fused_steps_is_one_with_hooks(recipe, options, monkeypatch):
         )
         model = torch.nn.Sequential(*layers).to(DEVICE)
         optimizer = optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
-        handle = sparsify(model, optimizer, recipe, "2:4", 6, **{"exclude": None, **options})
+        handle = sparsify(model, optimizer, recipe, "2:4", 6, exclude=None, **options)
         rates, working = [], []
         for step in range(6):
             optimizer.zero_grad()

@@ -14,6 +14,7 @@ import torch
 from deployed import share
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from training import by_sgd
 
 import nmrun
 from nmrun.errors import ConfigError
@@ -400,7 +401,7 @@ def test_what_is_left_dense_has_a_reason() -> None:
 
 def test_training_and_odd_samples_are_refused_in_one_line() -> None:
     model = nn.Sequential(nn.Linear(16, 16))
-    nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "ste", "2:4", exclude=None)
+    by_sgd(model, "ste", "2:4")
     with pytest.raises(ConfigError, match=r"^0\.weight is in training: call finalize\(\)"):
         nmrun.deploy(model, torch.randn(2, 16))
     assert model.training

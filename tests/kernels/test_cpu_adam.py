@@ -162,7 +162,7 @@ def begin(
     return (
         model,
         optimizer,
-        nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **{"exclude": None, **options}),
+        nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, exclude=None, **options),
     )
 
 

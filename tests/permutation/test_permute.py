@@ -15,6 +15,7 @@ from runs import build_noisy, config, kill, outcome
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.resnet import BasicBlock
+from training import by_sgd
 
 import nmrun
 from nmrun.lab import models
@@ -282,7 +283,8 @@ def sparsified(
         pattern,
         total_steps=1000,
         permute=True,
-        **{"exclude": None, **options},
+        exclude=None,
+        **options,
     )
 
 
@@ -513,16 +515,7 @@ def test_a_model_that_cannot_be_traced_is_pruned_as_without(wrap):
     tensors = []
     for option in (True, False):
         model = wrap(chain())
-        handle = nmrun.sparsify(
-            model,
-            torch.optim.SGD(model.parameters(), 0.1),
-            "asp",
-            "2:4",
-            prune_at=0,
-            include=".*[24]",
-            permute=option,
-            exclude=None,
-        )
+        _, handle = by_sgd(model, "asp", "2:4", prune_at=0, include=".*[24]", permute=option)
         tensors.append(list(model.state_dict().values()))
         events = [str(event) for event in handle.pop_events() if "permute" in str(event)]
         assert len(events) == option
@@ -616,10 +609,7 @@ def test_masks_that_are_remembered_follow():
     those after, counted by hand.
     """
     model, x = network("small_conv")
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    handle = nmrun.sparsify(
-        model, optimizer, "asp", "1:4", 2, permute=True, include="inner.*", exclude=None
-    )
+    optimizer, handle = by_sgd(model, "asp", "1:4", 2, lr=0.0, permute=True, include="inner.*")
     masks = {w.name: nmrun.sparsity.nm_mask(w.dense, "1:4") for w in handle.sparse}
     reordered = network("small_conv")[0]
 

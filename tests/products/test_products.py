@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from runs import config
 from torch import Tensor, nn
-from training import Conv1D
+from training import Conv1D, by_sgd
 
 import nmrun
 from nmrun.errors import ConfigError
@@ -127,8 +127,7 @@ def test_convolutions(shape, kernel, geometry, bias):
 
 def test_the_input_gradient_is_estimated_in_linear_layers_whose_outputs_fit():
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 6)).double()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    handle = nmrun.sparsify(model, optimizer, "s_ste", "2:4", input_gradient="mvue", exclude=None)
+    _, handle = by_sgd(model, "s_ste", "2:4", input_gradient="mvue")
     assert list(map(str, handle.pop_events())) == [
         "input_gradient=mvue can change nothing at 2.weight"
     ]

@@ -43,7 +43,7 @@ def begin(
         model,
         optimizer,
         nmrun.sparsify(
-            model, optimizer, "step", "2:4", TOTAL, switch=switch, **{"exclude": None, **hyper}
+            model, optimizer, "step", "2:4", TOTAL, switch=switch, exclude=None, **hyper
         ),
     )
 

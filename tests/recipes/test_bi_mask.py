@@ -23,9 +23,7 @@ def sparsify(
     model: nn.Module, pattern: str = "2:4", lr: float = 0.05, **options: Any
 ) -> tuple[torch.optim.Optimizer, Handle]:
     optimizer = torch.optim.SGD(model.parameters(), lr)
-    return optimizer, nmrun.sparsify(
-        model, optimizer, "bi_mask", pattern, **{"exclude": None, **options}
-    )
+    return optimizer, nmrun.sparsify(model, optimizer, "bi_mask", pattern, exclude=None, **options)
 
 
 def order_of(weight: SparseWeight) -> list[int]:

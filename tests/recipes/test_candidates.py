@@ -10,6 +10,7 @@ import torch
 from reference import LR, TOTAL, ByHand, Net, data, top, train_step
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from training import by_sgd
 
 import nmrun
 from nmrun.errors import ConfigError
@@ -77,8 +78,7 @@ def test_lbc():
 
     reference = ByHand(Net().used, lambda t, i, w: w * hand.mask(t, i, w), edit)
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(model, optimizer, "lbc", "2:4", TOTAL, t_f=0.6, exclude=None)
+    optimizer, handle = by_sgd(model, "lbc", "2:4", TOTAL, lr=LR, t_f=0.6)
     batches = data(2)
     counts = []
     for t in range(TOTAL):
@@ -98,8 +98,7 @@ def test_lbc():
 
 def test_lbc_of_one_step_decides_by_its_gradient():
     hand, model = LBCByHand(Net().used, t_f=1), Net()
-    optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(model, optimizer, "lbc", "2:4", 1, exclude=None)
+    optimizer, handle = by_sgd(model, "lbc", "2:4", 1, lr=LR)
     reference = ByHand(
         Net().used,
         lambda t, i, w: w * hand.mask(t, i, w),
@@ -115,9 +114,7 @@ def test_lbc_of_one_step_decides_by_its_gradient():
 
 def test_lbc_ends_early_with_its_best_candidate():
     model = nn.Sequential(nn.Linear(4, 1, bias=False))
-    handle = nmrun.sparsify(
-        model, torch.optim.SGD(model.parameters(), 0.1), "lbc", "2:4", 10, exclude=None
-    )
+    _, handle = by_sgd(model, "lbc", "2:4", 10)
     (weight,) = handle.sparse
     with torch.no_grad():
         # the third is {0, 3}
@@ -136,7 +133,7 @@ def maskllm(total: int = 6, **options: float) -> tuple[Net, torch.optim.Optimize
     return (
         model,
         optimizer,
-        nmrun.sparsify(model, optimizer, "maskllm", "2:4", total, **{"exclude": None, **options}),
+        nmrun.sparsify(model, optimizer, "maskllm", "2:4", total, exclude=None, **options),
     )
 
 

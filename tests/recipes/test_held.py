@@ -10,6 +10,7 @@ import pytest
 import torch
 from reference import LR, TOTAL, ByHand, Net, data, follow, top, transposable
 from torch import Tensor, nn
+from training import by_sgd
 
 import nmrun
 from nmrun.lab.train.flops import densities
@@ -160,10 +161,7 @@ def test_who_has_masks_of_its_own_keeps_them(recipe):
 def test_the_dense_end_is_dense_and_not_called_sparse():
     mask = Held(transposable, 40)
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(
-        model, optimizer, "t_sr_ste", "2:4", 6, dense_end=0.5, decay=0.3, exclude=None
-    )
+    optimizer, handle = by_sgd(model, "t_sr_ste", "2:4", 6, lr=LR, dense_end=0.5, decay=0.3)
     hand = ByHand(
         Net().used,
         lambda t, i, w: w * mask(0, i, w) if t < 3 else w,
@@ -187,10 +185,7 @@ def test_the_dense_end_is_dense_and_not_called_sparse():
 )
 def test_a_dense_end_of_nearly_no_or_all_steps(dense_end, steps, sparse):
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(
-        model, optimizer, "t_sr_ste", "2:4", steps, dense_end=dense_end, exclude=None
-    )
+    optimizer, handle = by_sgd(model, "t_sr_ste", "2:4", steps, lr=LR, dense_end=dense_end)
     batches, were_sparse = data(1), []
     for t in range(steps):
         were_sparse.append(handle.is_sparse)
@@ -204,9 +199,7 @@ def test_a_dense_end_of_nearly_no_or_all_steps(dense_end, steps, sparse):
 
 def test_transposable_at_every_kernel_position():
     model = nn.Sequential(nn.Conv2d(8, 4, 3))
-    handle = nmrun.sparsify(
-        model, torch.optim.SGD(model.parameters(), 0.1), "t_sr_ste", "2:4", 10, exclude=None
-    )
+    _, handle = by_sgd(model, "t_sr_ste", "2:4", 10)
     dense = handle.sparse[0].dense.detach()
     for y, x in itertools.product(range(3), range(3)):
         assert torch.equal(model[0].weight[:, :, y, x] != 0, transposable(dense[:, :, y, x]).bool())
@@ -218,10 +211,7 @@ def test_transposable_at_every_kernel_position():
 )
 def test_a_layer_whose_outputs_do_not_fit_stays_dense(recipe, input_gradient):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    handle = nmrun.sparsify(
-        model, optimizer, recipe, "2:4", 10, input_gradient=input_gradient, exclude=None
-    )
+    _, handle = by_sgd(model, recipe, "2:4", 10, input_gradient=input_gradient)
     assert [w.name for w in handle.sparse] == ["0.weight"]
     assert (
         handle.left_dense[0].reason
@@ -233,10 +223,7 @@ def test_a_layer_whose_outputs_do_not_fit_stays_dense(recipe, input_gradient):
 def test_transposable_within_the_groups_of_a_convolution(outputs, fits):
     """The input gradient sums over the outputs of one group alone."""
     model = nn.Sequential(nn.Conv2d(64, outputs, 1, groups=8), nn.Conv2d(outputs, 8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    handle = nmrun.sparsify(
-        model, optimizer, "ste", "2:4", input_gradient="transposable", exclude=None
-    )
+    _, handle = by_sgd(model, "ste", "2:4", input_gradient="transposable")
     assert ("0.weight" in [w.name for w in handle.sparse]) == fits
     if fits:
         kept = (model[0].weight != 0).view(8, 4, 8).sum(1)
@@ -247,8 +234,7 @@ def test_transposable_within_the_groups_of_a_convolution(outputs, fits):
 
 def test_a_copy_keeps_the_mask_of_what_it_averages():
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    handle = nmrun.sparsify(model, optimizer, "ste_periodic", "2:4", 10, interval=2, exclude=None)
+    optimizer, handle = by_sgd(model, "ste_periodic", "2:4", 10, lr=0.0, interval=2)
     with handle.dense_weights(), torch.no_grad():
         model[0].weight.copy_(model[0].weight.flip(1))
         ema = copy.deepcopy(model)

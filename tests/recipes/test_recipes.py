@@ -10,6 +10,7 @@ import torch
 from errors import one_line
 from reference import DECAY, LR, TOTAL, Net, Reference, data, soft, train_step
 from torch import Tensor
+from training import by_sgd
 
 import nmrun
 from nmrun.step.handle import Handle
@@ -47,9 +48,7 @@ def start(
     return (
         model,
         optimizer,
-        nmrun.sparsify(
-            model, optimizer, recipe, "2:4", TOTAL, **{"exclude": None, **hyperparameters}
-        ),
+        nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, exclude=None, **hyperparameters),
     )
 
 
@@ -114,7 +113,7 @@ def test_s_ste_scales_of_the_ablations(options, scale, interval, fused):
     """The forward weight is ``scale(w) * S(w)``, the scale of the last multiple of the interval."""
     model = Net(torch.float32)
     optimizer = nmrun.optim.AdamW(model.parameters(), LR, fused=fused)
-    handle = nmrun.sparsify(model, optimizer, "s_ste", "2:4", TOTAL, **{"exclude": None, **options})
+    handle = nmrun.sparsify(model, optimizer, "s_ste", "2:4", TOTAL, exclude=None, **options)
     dense = [w.dense.clone() for w in handle.sparse]
     expected = [scale(w) for w in dense]
     for t, batch in enumerate(data(TOTAL, torch.float32)(0), 1):
@@ -151,14 +150,7 @@ def test_s_ste_refuses_two_kinds_of_scales():
     for options in ({"interval": 3}, {"fit": "l1"}):
         model = Net()
         with pytest.raises(ValueError, match="of a fitted scale, and beta is a fixed one"):
-            nmrun.sparsify(
-                model,
-                torch.optim.SGD(model.parameters(), LR),
-                "s_ste",
-                "2:4",
-                beta=1.0,
-                **{"exclude": None, **options},
-            )
+            by_sgd(model, "s_ste", "2:4", lr=LR, beta=1.0, **options)
 
 
 @pytest.mark.parametrize("recipe", sorted(set(nmrun.recipes.RECIPES) - {"custom"}))
@@ -168,7 +160,7 @@ def test_dropout_draws_the_same_with_every_recipe(recipe):
     model = Net(torch.float32)
     torch.manual_seed(5)
     optimizer = nmrun.optim.AdamW(model.parameters(), LR)
-    nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **{"exclude": None, **frames})
+    nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, exclude=None, **frames)
     for x, y in data(TOTAL)(0):
         (model(x.float()) - y.float()).square().mean().backward()
         optimizer.step()
@@ -259,7 +251,8 @@ def test_values_out_of_range(recipe, hyperparameters, message):
             nmrun.optim.Adam(model.parameters()),
             recipe,
             "2:4",
-            **{"exclude": None, **hyperparameters},
+            exclude=None,
+            **hyperparameters,
         )
 
 

@@ -14,7 +14,7 @@ import torch
 from errors import one_line
 from runs import result_of
 from torch import Tensor, nn
-from training import train
+from training import by_sgd, train
 
 import nmrun
 from nmrun.fast import packed
@@ -104,9 +104,7 @@ class Net(nn.Sequential):
 
 def test_layers_that_cannot_hold_it_are_named():
     model = Net()
-    handle = nmrun.sparsify(
-        model, torch.optim.SGD(model.parameters(), 0.1), "ste", "4:2:8", exclude=None
-    )
+    _, handle = by_sgd(model, "ste", "4:2:8")
     assert [w.name for w in handle.sparse] == ["0.weight"]
     reasons = {left.name: left.reason for left in handle.left_dense}
     assert reasons["2.weight"] == "6 outputs are not a multiple of 4"
@@ -114,14 +112,7 @@ def test_layers_that_cannot_hold_it_are_named():
     experts = nn.Module()
     experts.weight = nn.Parameter(torch.randn(4, 8, 8))
     with pytest.raises(nmrun.errors.ConfigError, match="is for matrices and convolutions"):
-        nmrun.sparsify(
-            experts,
-            torch.optim.SGD(experts.parameters(), 0.1),
-            "ste",
-            "4:2:8",
-            dims={"weight": 1},
-            exclude=None,
-        )
+        by_sgd(experts, "ste", "4:2:8", dims={"weight": 1})
 
 
 @pytest.mark.parametrize(
@@ -174,7 +165,7 @@ def test_who_refuses_it(recipe, options, message):
     model = Net()
     optimizer = nmrun.optim.AdamW(model.parameters())
     with one_line(ValueError, message):
-        nmrun.sparsify(model, optimizer, recipe, "4:2:8", 10, **{"exclude": None, **options})
+        nmrun.sparsify(model, optimizer, recipe, "4:2:8", 10, exclude=None, **options)
     assert not optimizer.state
 
 

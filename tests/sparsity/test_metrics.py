@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from training import by_sgd
 
 import nmrun
 from nmrun.sparsity import metrics
@@ -28,7 +29,7 @@ def start(recipe: str, **hyperparameters: Any) -> tuple[nn.Module, Any, Handle]:
     return (
         model,
         optimizer,
-        nmrun.sparsify(model, optimizer, recipe, "2:4", **{"exclude": None, **hyperparameters}),
+        nmrun.sparsify(model, optimizer, recipe, "2:4", exclude=None, **hyperparameters),
     )
 
 
@@ -131,13 +132,7 @@ def test_a_soft_threshold_keeps_what_it_does_not_shrink_to_zero():
 def test_layers_with_patterns_of_their_own():
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8), nn.Linear(8, 3))
     options = {"exclude": ["1"], "overrides": {"2": "1:8"}}
-    handle = nmrun.sparsify(
-        model,
-        torch.optim.SGD(model.parameters(), 0.1),
-        "sr_ste",
-        "2:4",
-        **{"exclude": None, **options},
-    )
+    _, handle = by_sgd(model, "sr_ste", "2:4", **options)
     logged = layer_metrics(handle.sparse, handle.recipe)
     assert (logged["layer/0.weight/density"], logged["layer/2.weight/density"]) == (1 / 2, 1 / 8)
     largest = handle.sparse[1].dense.abs().max(1).values
@@ -149,8 +144,7 @@ def test_layers_with_patterns_of_their_own():
 
 def test_nothing_is_measured_in_dense_training():
     model = nn.Sequential(nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    handle = nmrun.sparsify(model, optimizer, "dense", "2:4", exclude=None)
+    optimizer, handle = by_sgd(model, "dense", "2:4")
     handle.stepper.mask_metrics.begin()
     handle.measure_flips = True
     model(torch.ones(1, 4)).sum().backward()

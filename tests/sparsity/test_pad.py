@@ -12,7 +12,7 @@ import torch
 from reference import best_block
 from runs import config
 from torch import Tensor, nn
-from training import OPTIONS, SPARSE, TOTAL, Conv1D
+from training import OPTIONS, SPARSE, TOTAL, Conv1D, by_sgd
 
 import nmrun
 from nmrun.kernels import compiler as c_library
@@ -122,9 +122,7 @@ def test_projections_by_brute_force(m, shape, dim, monkeypatch):
 
 def test_check_nm_takes_the_option_that_sparsify_had():
     model = nn.Linear(10, 4)
-    nmrun.sparsify(
-        model, torch.optim.SGD(model.parameters(), 0.1), "ste", "2:4", pad=True, exclude=None
-    )
+    by_sgd(model, "ste", "2:4", pad=True)
     assert check_nm(model, "2:4", pad=True, exclude=None) == ["weight"]
     with pytest.raises(
         ValueError, match=re.escape("weight is not 1:4: 2 of 4 weights at [0, 0-3] are non-zero")
@@ -187,9 +185,7 @@ def test_which_layers_and_why():
 def test_flops_count_what_is_pruned(inputs, ratio, left, stored):
     """``left`` of the inputs are multiplied; tensor cores compute half of what four divide."""
     model = nn.Linear(inputs, 8)
-    handle = nmrun.sparsify(
-        model, torch.optim.SGD(model.parameters(), 0.1), "ste", ratio, pad=True, exclude=None
-    )
+    _, handle = by_sgd(model, "ste", ratio, pad=True)
     dense = 2.0 * inputs * 8
     cost = Flops(
         dense,

@@ -11,9 +11,8 @@ import torch
 from errors import one_line
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from training import Conv1D
+from training import Conv1D, by_sgd
 
-import nmrun
 from nmrun import Pattern
 from nmrun.errors import ConfigError
 from nmrun.sparsity.select import candidates, select
@@ -305,8 +304,7 @@ def test_a_sparse_embedding_trains_as_a_masked_one():
     torch.manual_seed(0)
     embedding = nn.Embedding(12, 8)
     dense = embedding.weight.detach().clone()
-    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.5)
-    handle = nmrun.sparsify(embedding, optimizer, "ste", "2:4", exclude=None, dims={"weight": 1})
+    optimizer, handle = by_sgd(embedding, "ste", "2:4", lr=0.5, dims={"weight": 1})
     for step in range(4):
         tokens = torch.arange(step, step + 5)
         mask = reference.mask_of(dense)
