@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from reference import LR, TOTAL, ByHand, Net, data, follow, top, transposable
+from reference import LR, TOTAL, ByHand, Net, data, follow, top, train_step, transposable
 from torch import Tensor, nn
 from training import by_sgd
 
 import nmrun
 from nmrun.lab.train.flops import densities
-
-# all 4 x 4 masks with two in each row and column
 
 
 def in_blocks(w: Tensor) -> Tensor:
@@ -48,29 +46,24 @@ class Held:
 @pytest.mark.parametrize("interval", [1, 3])
 def test_ste(interval, gradient):
     mask = Held(lambda w: top(w, 2, 4), interval)
-    edit = lambda t, i, w, g: g * mask(t, i, w) if gradient == "masked" else g  # noqa: E731
-    model = follow(
-        "ste_periodic",
-        ByHand(Net().used, lambda t, i, w: w * mask(t, i, w), edit),
-        interval=interval,
-        gradient=gradient,
+    hand = ByHand(
+        Net().used,
+        lambda t, i, w: w * mask(t, i, w),
+        lambda t, i, w, g: g * mask(t, i, w) if gradient == "masked" else g,
     )
+    model = follow("ste_periodic", hand, interval=interval, gradient=gradient)
     nmrun.sparsity.check_nm(model, "2:4", exclude=None)
 
 
 @pytest.mark.parametrize("interval", [1, 4])
 def test_t_sr_ste(interval):
     mask = Held(transposable, interval)
-
-    def edit(t, i, w, g):
-        return g + 0.3 * (1 - mask(t, i, w)) * w
-
-    model = follow(
-        "t_sr_ste",
-        ByHand(Net().used, lambda t, i, w: w * mask(t, i, w), edit),
-        interval=interval,
-        decay=0.3,
+    hand = ByHand(
+        Net().used,
+        lambda t, i, w: w * mask(t, i, w),
+        lambda t, i, w, g: g + 0.3 * (1 - mask(t, i, w)) * w,
     )
+    model = follow("t_sr_ste", hand, interval=interval, decay=0.3)
     nmrun.sparsity.check_nm(model, "2:4", exclude=None)
     for layer in (model[0], model[2]):
         nmrun.sparsity.check_nm(layer.weight.detach().T, "2:4")  # along the outputs too
@@ -100,11 +93,9 @@ def test_other_masks_for_recipes_that_keep_the_largest(recipe, hyperparameters, 
     def edit(t, i, w, g):
         if recipe == "asp":
             return g if t < pruned_at else g * fixed(0, i, w)
-        return (
-            g * mask(t, i, w)
-            if recipe == "ste_periodic" and "gradient" not in hyperparameters
-            else g + hyperparameters.get("decay", 0) * (1 - mask(t, i, w)) * w
-        )
+        if recipe == "ste_periodic" and "gradient" not in hyperparameters:
+            return g * mask(t, i, w)
+        return g + hyperparameters.get("decay", 0) * (1 - mask(t, i, w)) * w
 
     hand = ByHand(Net().used, forward, edit)
     if find is in_blocks:
@@ -124,17 +115,12 @@ def test_step_learns_transposable_masks():
         model, optimizer, "step", "2:4", 6, switch=0.5, input_gradient="transposable", exclude=None
     )
     for t in range(6):
-        assert (
-            densities(handle.recipe, handle.sparse[0], t, hardware=True)[:2]
-            == ((1.0, 1.0), (0.5, 0.5))[t >= 3]
-        )
+        density = 0.5 if t >= 3 else 1.0
+        assert densities(handle.recipe, handle.sparse[0], t, hardware=True)[:2] == (density,) * 2
         for w in handle.sparse:
-            assert torch.equal(
-                w.weight, w.dense * transposable(w.dense.detach()) if t >= 3 else w.dense
-            )
-            assert torch.equal(
-                nmrun.sparsity.metrics.mask_of(w, handle.recipe), transposable(w.dense).bool()
-            )
+            mask = transposable(w.dense.detach())
+            assert torch.equal(w.weight, w.dense * mask if t >= 3 else w.dense)
+            assert torch.equal(nmrun.sparsity.metrics.mask_of(w, handle.recipe), mask.bool())
         model(data(1)(t)[0][0]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -144,18 +130,12 @@ def test_step_learns_transposable_masks():
 def test_who_has_masks_of_its_own_keeps_them(recipe):
     model = nn.Sequential(nn.Linear(8, 8))
     optimizer = nmrun.optim.Adam(model.parameters())
-    with pytest.raises(
-        ValueError,
-        match=rf"^{recipe} has masks of its own: transposable ones",
+    for value, message in (
+        ("transposable", rf"^{recipe} has masks of its own: transposable ones"),
+        ("dense", "input_gradient=dense: it takes one of exact, transposable, double_prune, mvue"),
     ):
-        nmrun.sparsify(
-            model, optimizer, recipe, "2:4", 10, input_gradient="transposable", exclude=None
-        )
-    with pytest.raises(
-        ValueError,
-        match="input_gradient=dense: it takes one of exact, transposable, double_prune, mvue",
-    ):
-        nmrun.sparsify(model, optimizer, recipe, "2:4", 10, input_gradient="dense", exclude=None)
+        with pytest.raises(ValueError, match=message):
+            nmrun.sparsify(model, optimizer, recipe, "2:4", 10, input_gradient=value, exclude=None)
 
 
 def test_the_dense_end_is_dense_and_not_called_sparse():
@@ -170,9 +150,7 @@ def test_the_dense_end_is_dense_and_not_called_sparse():
     batches = data(1)
     for t in range(6):
         assert handle.is_sparse == (t < 3)
-        ((model(batches(t)[0][0]) - batches(t)[0][1]).square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batches(t))
         hand.step(batches(t))
     assert not any(layer["holds"] for layer in handle.report()["layers"])
     handle.finalize()
@@ -190,9 +168,7 @@ def test_a_dense_end_of_nearly_no_or_all_steps(dense_end, steps, sparse):
     for t in range(steps):
         were_sparse.append(handle.is_sparse)
         assert handle.recipe.planned_dense(t) != handle.is_sparse
-        ((model(batches(t)[0][0]) - batches(t)[0][1]).square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batches(t))
     assert were_sparse == [t < sparse for t in range(steps)]
     assert not any(layer["holds"] for layer in handle.report()["layers"])
 
@@ -213,10 +189,8 @@ def test_a_layer_whose_outputs_do_not_fit_stays_dense(recipe, input_gradient):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
     _, handle = by_sgd(model, recipe, "2:4", 10, input_gradient=input_gradient)
     assert [w.name for w in handle.sparse] == ["0.weight"]
-    assert (
-        handle.left_dense[0].reason
-        == "6 outputs are not a multiple of 4, which a transposable mask needs"
-    )
+    reason = "6 outputs are not a multiple of 4, which a transposable mask needs"
+    assert handle.left_dense[0].reason == reason
 
 
 @pytest.mark.parametrize(("outputs", "fits"), [(16, False), (32, True)])

@@ -115,7 +115,7 @@ def test_the_weight_a_run_would_leave_is_always_nm():
             "mdgf_linear",
             "2:4",
             {"dense": 0.5, "final": 0.6},
-            "fractions of one run: at most 1 together",
+            "fractions of one run: at most 1 toget",
         ),
         ("mdgf_linear", "2:4", {"final": 0.0}, "final=0.0: it takes a number above 0"),
         ("mdgf_exponential", "2:4", {"tau": -1.0}, "tau"),

@@ -203,24 +203,12 @@ def used_elsewhere(run: Result, nmrun_cli: Any, root: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run(nmrun_cli, tmp_path):
-    words = (
-        "recipe=sr_ste",
-        "model=mlp",
-        "model.hidden=[32,32]",
-        "debug=fast",
-        "trainer.device=cpu",
-    )
+    words = ("recipe=sr_ste", "model=mlp", "model.hidden=[32,32]", "debug=fast")
     process = nmrun_cli(*words, "sparsity=16:2:8")
     assert process.returncode == 0, process.stderr
     (folder,) = (tmp_path / "outputs/.debug").glob("*/mlp/sr_ste/16of2of8/*")
     result = result_of(folder)
-    assert result["config"]["sparsity"] == {
-        "n": 2,
-        "m": 8,
-        "v": 16,
-        "overrides": None,
-        "pad": False,
-    }
+    assert [result["config"]["sparsity"][key] for key in ("v", "n", "m")] == [16, 2, 8]
     assert result["sparsity"]["pattern"] == "16:2:8"
     assert all(layer["holds"] for layer in result["sparsity"]["layers"])
     for verb, text in (("table", "16:2:8"), ("status", "1 finished"), ("report", "")):
@@ -231,9 +219,7 @@ def test_a_run(nmrun_cli, tmp_path):
     assert ["sparsity", "16:2:8"] in [line.split() for line in repr(run).splitlines()]
     used_elsewhere(run, nmrun_cli, tmp_path)
     process = nmrun_cli(*words, "sparsity=2:8", "sparsity.overrides={inner.0: 8:2:8}", "dry=true")
-    assert re.search(r"inner.0.weight +32x32 +8:2:8", process.stdout), (
-        process.stdout + process.stderr
-    )
+    assert re.search(r"inner.0.weight +32x32 +8:2:8", process.stdout), process.stderr
     for wrong, message in (
         (("sparsity=16:2:8", "recipe=s_ste"), "recipe=s_ste sparsity=16:2:8: V:N:M masks are for"),
         (("sparsity=7:2:8",), "32 outputs are not a multiple of 7"),

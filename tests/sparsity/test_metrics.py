@@ -48,12 +48,8 @@ def move(
 RECIPES = {
     "ste": {},
     "asp": {"prune_at": 0.9, "total_steps": 10},  # dense: the mask is a virtual one
-    "mdgf_linear": {
-        "tau": 0.01,
-        "dense": 0.0,
-        "total_steps": 10,
-        "grad_mode": "ste",
-    },  # faded, not pruned: a virtual one too
+    # faded, not pruned: a virtual one too
+    "mdgf_linear": {"tau": 0.01, "dense": 0.0, "total_steps": 10, "grad_mode": "ste"},
 }
 
 
@@ -87,12 +83,9 @@ def test_energies_are_summed_over_all_pieces(dtype, size, monkeypatch):
     monkeypatch.setattr(metrics, "PIECE", 7)
     weight, mask = (size * torch.randn(5, 3, 2)).to(dtype), torch.rand(5, 3, 2) < 0.4
     kept_energy, pruned_energy = split(weight, mask, squares=True)
-    flat = weight.double().square().flatten().tolist()
-    squares = list(zip(flat, mask.flatten().tolist(), strict=True))
-    assert float(kept_energy) == pytest.approx(math.fsum(s for s, m in squares if m), rel=1e-6)
-    assert float(pruned_energy) == pytest.approx(
-        math.fsum(s for s, m in squares if not m), rel=1e-6
-    )
+    for energy, part in ((kept_energy, mask), (pruned_energy, ~mask)):
+        expected = math.fsum(weight[part].double().square().tolist())
+        assert float(energy) == pytest.approx(expected, rel=1e-6)
     assert split(weight.new_zeros(0, 4), mask.new_zeros(0, 4), squares=True) == [0, 0]
 
 
@@ -183,13 +176,10 @@ def test_gradient_noise_is_the_spread_of_the_last_gradients(kind):
     )
     expected = square - mean**2
     logged = handle.metrics()
-    assert logged["sparsity/gradient_noise_kept"] == pytest.approx(
-        float(expected[:, :2].mean()), rel=1e-4
-    )
-    assert logged["sparsity/gradient_noise_pruned"] == pytest.approx(
-        float(expected[:, 2:].mean()), rel=1e-4
-    )
-    assert logged["sparsity/gradient_noise_pruned"] > 100 * logged["sparsity/gradient_noise_kept"]
+    kept, pruned = (logged[f"sparsity/gradient_noise_{part}"] for part in ("kept", "pruned"))
+    assert kept == pytest.approx(float(expected[:, :2].mean()), rel=1e-4)
+    assert pruned == pytest.approx(float(expected[:, 2:].mean()), rel=1e-4)
+    assert pruned > 100 * kept
     estimate = gradient_variance([handle.sparse[0].parameter], optimizer)
     torch.testing.assert_close(estimate[0].double(), expected, rtol=1e-4, atol=1e-5)
 
