@@ -21,13 +21,7 @@ from nmrun.errors import ConfigError
 from nmrun.fast import measurement
 from nmrun.fast.cpu import linear, probe
 from nmrun.fast.cpu.kernels import bf16, products
-from nmrun.fast.cpu.linear import (
-    PRODUCTS,
-    Bf16Forward,
-    Bf16Products,
-    BlockProducts,
-    LinearProducts,
-)
+from nmrun.fast.cpu.linear import PRODUCTS, Bf16Forward, Bf16Products, BlockProducts, LinearProducts
 from nmrun.fast.measurement import BF16, BF16_BLOCKS, BF16_FORWARD, Times, as_data, from_data
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold, mvue

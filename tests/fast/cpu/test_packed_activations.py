@@ -328,12 +328,8 @@ def test_compiled_as_a_whole_it_computes_the_same(passes: list[str]) -> None:
         expected, result = model(x), compiled(x)
         torch.testing.assert_close(result, expected)
         parameters = list(model.parameters())
-        for ours, right in zip(
-            torch.autograd.grad(result.sum(), parameters),
-            torch.autograd.grad(expected.sum(), parameters),
-            strict=True,
-        ):
-            torch.testing.assert_close(ours, right)
+        grads = (torch.autograd.grad(y.sum(), parameters) for y in (result, expected))
+        torch.testing.assert_close(*grads)
 
 
 # --- in a run -------------------------------------------------------------------------------------
@@ -389,9 +385,7 @@ def test_the_plan_says_it_and_small_networks_are_left_alone(
     monkeypatch.setattr(build, "LARGE", 1)
     lines = measurement.lines(build.build(cfg).accelerated)
     assert any("products with packed activations in the steps that prune" in line for line in lines)
-    (line,) = [
-        line for line in lines if "packed activations: h.0.mlp.c_fc.weight and 1 more" in line
-    ]
+    (line,) = [line for line in lines if "packed activations: h.0.mlp." in line]
     assert "reads" not in line
     assert "feeds 2:4 activations" in line
     assert not any("N:M products in" in line for line in lines)
