@@ -233,6 +233,23 @@ def top(w: Tensor, n: int, m: int) -> Tensor:
     return mask
 
 
+def largest_in_blocks(w: Tensor, ratio: str) -> Tensor:
+    """The mask of a matrix by V:N:M, block by block in plain Python; a NaN is kept beside the others."""
+    v, n, m = map(int, ratio.split(":"))
+    mask = torch.zeros(w.shape, dtype=torch.bool)
+    for top, left in itertools.product(range(0, len(w), v), range(0, w.shape[1], m)):
+        size = [
+            [-1.0 if math.isnan(x) else abs(x) for x in row]
+            for row in w[top : top + v, left : left + m].tolist()
+        ]
+        total = [sum(column) for column in zip(*size, strict=True)]
+        four = sorted(sorted(range(len(total)), key=lambda j: (-total[j], j))[:4])
+        for r, row in enumerate(size):
+            kept = sorted(four, key=lambda j: (-row[j], j))[:n]
+            mask[top + r, [left + j for j in kept]] = True
+    return mask | w.isnan()
+
+
 TWO = [row for row in itertools.product((0.0, 1.0), repeat=4) if sum(row) == 2]
 BLOCKS = torch.tensor(
     [b for b in itertools.product(TWO, repeat=4) if all(sum(c) == 2 for c in zip(*b, strict=True))],

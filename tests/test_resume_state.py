@@ -22,7 +22,6 @@ from training import (
     by_sgd,
     everything,
     net,
-    recipe_tensors,
     start,
     stored,
     train,
@@ -275,26 +274,6 @@ def test_a_state_from_a_training_without_nmrun_begins_at_once():
     train(model, optimizer, range(3, 5))
     assert handle.recipe.step == 2
     nmrun.sparsity.check_nm(model[0].weight, "2:4")
-
-
-@pytest.mark.parametrize(
-    "recipe", [n for n in SPARSE if n not in (*SCORED, "bi_mask", "t_sr_ste", "proxsparse")]
-)
-def test_one_dense_copy_while_sparse_and_none_while_dense(recipe):
-    model, optimizer, handle = start(recipe)
-    sizes = [128, 64]
-    for step in range(TOTAL):
-        train(model, optimizer, [step])
-        tensors = recipe_tensors(optimizer)
-        dense = [] if handle.phase == "dense" else sizes
-        assert [t.numel() for t in tensors.pop("dense", [])] == dense
-        assert all(t.dtype == torch.bool for t in tensors.pop("mask", []))
-        assert sum(t.numel() for ts in tensors.values() for t in ts) <= 2  # S-STE's two scales
-    floats = [t for s in optimizer.state.values() for t in s.values() if t.numel() == 128]
-    floats = [t for t in floats if t.dtype == torch.float32]
-    frozen = recipe == "step"  # in place of the second moment
-    assert ("frozen_denominator" in optimizer.state[model[0].weight]) == frozen
-    assert len(floats) == 3  # two of Adam, one dense weight
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import largest_in_blocks
 from torch import Tensor, nn
 
 from nmrun import sparsity
@@ -136,22 +137,6 @@ def test_bits_equal_the_reference(ratio, shape, dim, scale):
     assert torch.equal(bits(weight), bits(before))
 
 
-def blocks_by_hand(weight: Tensor, pattern: Pattern) -> Tensor:
-    """The mask of a matrix, block by block, in whole numbers and double precision."""
-    mask = torch.zeros(weight.shape, dtype=torch.bool)
-    for top in range(0, len(weight), pattern.v):
-        for left in range(0, weight.shape[1], pattern.m):
-            rows = weight[top : top + pattern.v, left : left + pattern.m].tolist()
-            size = [[-1.0 if x != x else abs(x) for x in row] for row in rows]
-            total = [sum(column) for column in zip(*size, strict=True)]
-            four = sorted(sorted(range(pattern.m), key=lambda j: (-total[j], j))[:4])
-            for r, row in enumerate(size):
-                kept = sorted(four, key=lambda j: (-row[j], j))[: pattern.n]
-                for j in {*kept, *(j for j in range(pattern.m) if rows[r][j] != rows[r][j])}:
-                    mask[top + r, left + j] = True
-    return mask
-
-
 @needs_compiler
 @pytest.mark.parametrize(
     ("ratio", "shape", "dim"),
@@ -169,7 +154,7 @@ def test_blocks(ratio, shape, dim):
     weight, pattern = nasty(shape), Pattern.parse(ratio)
     expected = reference.nm_mask(weight, pattern, dim)
     if weight.dim() == 2:
-        by_hand = blocks_by_hand(weight.T if dim == 0 else weight, pattern)
+        by_hand = largest_in_blocks(weight.T if dim == 0 else weight, str(pattern))
         assert torch.equal(expected, by_hand.T if dim == 0 else by_hand)
     orders = [torch.contiguous_format, torch.channels_last][: 1 + (weight.dim() == 4)]
     for stored in (weight.contiguous(memory_format=order) for order in orders):

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from reference import LR, TOTAL, ByHand, Net, data, follow, top, train_step, transposable
+from reference import (
+    LR,
+    TOTAL,
+    ByHand,
+    Net,
+    data,
+    follow,
+    largest_in_blocks,
+    top,
+    train_step,
+    transposable,
+)
 from torch import Tensor, nn
 from training import by_sgd
 
@@ -17,16 +28,7 @@ from nmrun.lab.train.flops import densities
 
 
 def in_blocks(w: Tensor) -> Tensor:
-    """4:2:8, by trying all choices of four columns, and of two of them in each row."""
-    mask = torch.zeros_like(w)
-    for r, c in itertools.product(range(0, w.shape[0], 4), range(0, w.shape[1], 8)):
-        size = w[r : r + 4, c : c + 8].abs()
-        four = max(itertools.combinations(range(8), 4), key=lambda of: float(size[:, of].sum()))
-        for row in range(4):
-            two = max(itertools.combinations(four, 2), key=lambda of: float(size[row, of].sum()))
-            for column in two:
-                mask[r + row, c + column] = 1
-    return mask
+    return largest_in_blocks(w, "4:2:8").to(w.dtype)
 
 
 class Held:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from errors import one_line
+from reference import largest_in_blocks
 from runs import result_of
 from torch import Tensor, nn
 from training import by_sgd, train
@@ -23,25 +24,6 @@ from nmrun.recipes import RECIPES
 from nmrun.sparsity import check_nm, hard_threshold, nm_mask
 
 TRAINED = ("ste", "sr_ste", "asp", "step", "ste_periodic", "sqft")
-
-
-def best(sizes: list[float], count: int, among: Any = None) -> tuple[int, ...]:
-    """The places of the largest, of equals the first."""
-    places = range(len(sizes)) if among is None else among
-    choices = itertools.combinations(places, min(count, len(places)))
-    return max(choices, key=lambda chosen: sum(sizes[i] for i in chosen))
-
-
-def by_hand(w: Tensor, v: int, n: int, m: int) -> Tensor:
-    """The mask of a matrix (outputs, inputs)."""
-    mask = torch.zeros_like(w, dtype=torch.bool)
-    for row, column in itertools.product(range(0, len(w), v), range(0, w.shape[1], m)):
-        block = w[row : row + v, column : column + m].abs().double()
-        four = best(block.sum(0).tolist(), 4)
-        for i, line in enumerate(block.tolist()):
-            for j in best(line, n, four):
-                mask[row + i, column + j] = True
-    return mask
 
 
 def weights(*shape: int) -> Tensor:
@@ -56,12 +38,12 @@ def weights(*shape: int) -> Tensor:
 )
 def test_the_mask_by_trying_all_choices(v, n, m, dtype):
     text, w = f"{v}:{n}:{m}", weights(16, 3 * m).to(dtype)
-    expected = by_hand(w, v, n, m)
+    expected = largest_in_blocks(w, text)
     assert torch.equal(nm_mask(w, text), expected)
     assert torch.equal(nm_mask(w.T, text, dim=0), expected.T)
     assert torch.equal(hard_threshold(w, text), torch.where(expected, w, 0))
     large = weights(64, 40 * m).to(dtype)  # where kernels would work
-    assert torch.equal(nm_mask(large, text), by_hand(large, v, n, m))
+    assert torch.equal(nm_mask(large, text), largest_in_blocks(large, text))
     check_nm(hard_threshold(w, text), text)
     check_nm(hard_threshold(w, text), f"{n}:{m}")
 
@@ -70,11 +52,11 @@ def test_at_every_kernel_position_and_in_a_short_last_group():
     w = weights(8, 16, 3, 2)
     mask = nm_mask(w, "4:2:8")
     for y, x in itertools.product(range(3), range(2)):
-        assert torch.equal(mask[:, :, y, x], by_hand(w[:, :, y, x], 4, 2, 8))
+        assert torch.equal(mask[:, :, y, x], largest_in_blocks(w[:, :, y, x], "4:2:8"))
     for inputs in (9, 10, 13, 15):
         w = weights(8, inputs)
         mask = nm_mask(w, "4:2:8", pad=True)
-        assert torch.equal(mask, by_hand(w, 4, 2, 8))
+        assert torch.equal(mask, largest_in_blocks(w, "4:2:8"))
 
 
 def test_a_check_looks_at_blocks():
@@ -133,10 +115,9 @@ def test_a_training_resumes_with_the_same_bits(recipe, fused, kernels_for_small_
     whole, first = start(), start()
     train(*whole[:2], range(8))
     train(*first[:2], range(6))
-    for layer, (v, n, m) in ((0, (4, 2, 8)), (2, (3, 2, 8)), (4, (1, 2, 6))):
-        weight = first[2].sparse[layer // 2]
-        mask = by_hand(weight.dense, v, n, m) if v > 1 else nm_mask(weight.dense, "2:6")
-        assert torch.equal(first[0][layer].weight, weight.dense * mask)
+    for weight, ratio in zip(first[2].sparse, ("4:2:8", "3:2:8", "1:2:6"), strict=True):
+        mask = largest_in_blocks(weight.dense, ratio)
+        assert torch.equal(weight.parameter, weight.dense * mask)
     again = start()
     again[0].load_state_dict(first[0].state_dict())
     again[1].load_state_dict(copy.deepcopy(first[1].state_dict()))

@@ -411,12 +411,6 @@ def test_masked_gradients_are_sampled_unless_the_loop_looks_at_all(looks: bool) 
     assert bool((model[2].weight.grad[pruned] == 0).all()) is not looks
 
 
-def test_lbc_scores_need_the_gradients_of_pruned_weights() -> None:
-    model, optimizer, handle = packing("lbc")
-    train(model, optimizer)
-    assert handle.recipe.is_sparse is False or not handle.recipe.masks_gradient(handle.sparse[0])
-
-
 # --- the choice -----------------------------------------------------------------------------------
 
 
