@@ -61,9 +61,8 @@ def projection(weight: Tensor, update: Update) -> Tensor:
     """The projection, by the functions for users."""
     rule = update.rule
     if rule.soft_threshold_scale is not None:
-        return (
-            reference.soft_threshold(weight, update.pattern, update.dim) * rule.soft_threshold_scale
-        )
+        shrunk = reference.soft_threshold(weight, update.pattern, update.dim)
+        return shrunk * rule.soft_threshold_scale
     if rule.mask is not None:
         return weight * rule.mask
     fading = weight * rule.pruned_weight_factor

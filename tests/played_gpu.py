@@ -23,9 +23,8 @@ normal = functools.partial(operands.normal, dtype=torch.float64)
 
 
 def both_ways(rows: int, columns: int) -> Tensor:
-    return normal(rows, columns, seed=3) * nmrun.sparsity.transposable_mask(
-        normal(rows, columns, seed=3), "2:4"
-    )
+    weight = normal(rows, columns, seed=3)
+    return weight * nmrun.sparsity.transposable_mask(weight, "2:4")
 
 
 def along_inputs(rows: int, columns: int) -> Tensor:
@@ -37,17 +36,15 @@ def two_values(weight: Tensor) -> list[Tensor]:
     some.
     """
     groups = weight.contiguous().unflatten(1, (-1, 4))
-    where = (
-        (groups != 0).int().sort(dim=2, descending=True, stable=True).indices[..., :2].contiguous()
-    )
+    order = (groups != 0).int().sort(dim=2, descending=True, stable=True).indices
+    where = order[..., :2].contiguous()
     return [groups.gather(2, where).contiguous(), where]
 
 
 def multiply(x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor:
     values, where = parts
-    return F.linear(
-        x, values.new_zeros(*values.shape[:2], 4).scatter(2, where, values).flatten(1), bias
-    )
+    weight = values.new_zeros(*values.shape[:2], 4).scatter(2, where, values).flatten(1)
+    return F.linear(x, weight, bias)
 
 
 COMPRESSED = semi_structured.Path(two_values, multiply)

@@ -31,7 +31,6 @@ MODULES = [
     "nmrun.lab.cli",
     "nmrun.lab.tasks.vision.images",
     "nmrun.lab.models.images",
-    "nmrun.lab.models.images",
     "nmrun.lab.compare.tables",
     "nmrun.lab.sweeps.jobs",
     "nmrun.lab.train.loop",
@@ -56,27 +55,12 @@ def context() -> ForkServerContext:
 def run(
     words: tuple[str, ...], folder: Path, timeout: float, environment: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """``nmrun`` with these words.
-
-    Args:
-        words: what follows ``nmrun``.
-        folder: the current folder.
-        timeout: in seconds; the process is killed after it.
-        environment: all of it.
-
-    Raises:
-        TimeoutExpired: where it took longer.
-    """
+    """``nmrun`` with these words; killed after ``timeout`` seconds, which raises TimeoutExpired."""
     return _process(_command, words, folder, timeout, environment)
 
 
 def started(words: tuple[str, ...], folder: Path) -> BaseProcess:
-    """``nmrun`` with these words, at work; what it prints goes nowhere.
-
-    Args:
-        words: what follows ``nmrun``.
-        folder: the current folder.
-    """
+    """``nmrun`` with these words, at work; what it prints goes nowhere."""
     nowhere = [Path(os.devnull)] * 2
     words_and_place = (_command, words, folder, nowhere, dict(os.environ))
     process = context().Process(target=_begin, args=words_and_place)

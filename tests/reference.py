@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-import nmrun
+from training import by_sgd
 
 N, M, LR, DECAY, TOTAL = 2, 4, 0.05, 0.1, 10
 SHAPES = ((8, 8), (8,), (4, 8), (4,))  # weight and bias of two linear layers
@@ -24,9 +23,8 @@ def mask_of(w: Tensor) -> Tensor:
     """Top N of each M magnitudes along the rows, by a stable sort."""
     groups = w.abs().reshape(-1, M)
     order = groups.argsort(dim=1, descending=True, stable=True)
-    return (
-        torch.zeros_like(groups, dtype=torch.bool).scatter(1, order[:, :N], True).reshape(w.shape)
-    )
+    mask = torch.zeros_like(groups, dtype=torch.bool).scatter(1, order[:, :N], True)
+    return mask.reshape(w.shape)
 
 
 def pruned(w: Tensor) -> Tensor:
@@ -36,9 +34,7 @@ def pruned(w: Tensor) -> Tensor:
 
 def soft(w: Tensor) -> Tensor:
     t = w.abs().reshape(-1, M).sort(dim=1, descending=True).values[:, N : N + 1]
-    return (
-        w.sign() * w.abs().sub(t.repeat_interleave(M, 1).reshape(w.shape)).clamp_min(0)
-    ).reshape(w.shape)
+    return w.sign() * w.abs().sub(t.repeat_interleave(M, 1).reshape(w.shape)).clamp_min(0)
 
 
 def loss(weights: Weights, x: Tensor, y: Tensor) -> Tensor:
@@ -60,13 +56,8 @@ class Reference:
         switch: int = 0,
         second_moment: str = "frozen",
     ) -> None:
-        self.recipe, self.update, self.weight_decay, self.switch = (
-            recipe,
-            update,
-            weight_decay,
-            switch,
-        )
-        self.second_moment = second_moment
+        self.recipe, self.update, self.weight_decay = recipe, update, weight_decay
+        self.switch, self.second_moment = switch, second_moment
         self.weights = [w.clone() for w in weights]
         self.m = [torch.zeros_like(w) for w in weights]
         self.v = [torch.zeros_like(w) for w in weights]
@@ -111,10 +102,8 @@ class Reference:
         used = [w.clone().requires_grad_() for w in self.forward]
         grads = [torch.zeros_like(w) for w in used]
         for x, y in batches:
-            for total, g in zip(
-                grads, torch.autograd.grad(loss(used, x, y) / len(batches), used), strict=True
-            ):
-                total += g
+            of_part = torch.autograd.grad(loss(used, x, y) / len(batches), used)
+            grads = [total + g for total, g in zip(grads, of_part, strict=True)]
         if clip is not None:
             norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
             grads = [g * min(1.0, clip / (norm + 1e-6)) for g in grads]
@@ -163,11 +152,8 @@ Rule = Callable[[int, int, Tensor], Tensor]
 
 
 class ByHand:
-    """SGD without momentum under any recipe: ``forward`` gives the weight used, ``gradient`` the
-    factor or addition of its gradient.
-
-    ``edit(step, i, w, g)`` returns the gradient that the dense weight i receives for the gradient g
-    of the used one.
+    """SGD without momentum under any recipe: ``forward`` gives the weight used, ``edit(step, i, w, g)``
+    the gradient that the dense weight i receives for the gradient g of the used one.
     """
 
     def __init__(
@@ -176,12 +162,8 @@ class ByHand:
         forward: Rule,
         edit: Callable[[int, int, Tensor, Tensor], Tensor] = lambda t, i, w, g: g,
     ) -> None:
-        self.weights, self.forward, self.edit, self.t = (
-            [w.clone() for w in weights],
-            forward,
-            edit,
-            0,
-        )
+        self.weights, self.t = [w.clone() for w in weights], 0
+        self.forward, self.edit = forward, edit
 
     @property
     def used(self) -> Weights:
@@ -208,9 +190,7 @@ class Net(nn.Sequential):
 
     @property
     def used(self) -> list[Tensor]:
-        return [
-            t.detach().clone() for layer in (self[0], self[2]) for t in (layer.weight, layer.bias)
-        ]
+        return [p.detach().clone() for p in self.parameters()]
 
 
 def train_step(
@@ -232,16 +212,10 @@ def follow(recipe: str, hand: ByHand, pattern: str = "2:4", **options: Any) -> N
     """The network after ``TOTAL`` steps of SGD, in each of which it used the weights that are worked
     out by hand.
     """
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(
-        model, optimizer, recipe, pattern, TOTAL, **{"exclude": None, **options}
-    )
-    batches = data(2)
+    model, batches = Net(), data(2)
+    optimizer, handle = by_sgd(model, recipe, pattern, TOTAL, lr=LR, **options)
     for t in range(TOTAL):
-        torch.testing.assert_close(
-            model.used, hand.used, rtol=1e-9, atol=1e-12, msg=lambda m, t=t: f"step {t}: {m}"
-        )
+        torch.testing.assert_close(model.used, hand.used, rtol=1e-9, atol=1e-12)
         train_step(model, optimizer, batches(t))
         hand.step(batches(t))
     handle.finalize()
@@ -257,6 +231,23 @@ def top(w: Tensor, n: int, m: int) -> Tensor:
             best = sorted(range(start, start + m), key=lambda j: (-abs(row[j]), j))[:n]
             mask[r, best] = 1.0
     return mask
+
+
+def largest_in_blocks(w: Tensor, ratio: str) -> Tensor:
+    """The mask of a matrix by V:N:M, block by block in plain Python; a NaN is kept beside the others."""
+    v, n, m = map(int, ratio.split(":"))
+    mask = torch.zeros(w.shape, dtype=torch.bool)
+    for top, left in itertools.product(range(0, len(w), v), range(0, w.shape[1], m)):
+        size = [
+            [-1.0 if math.isnan(x) else abs(x) for x in row]
+            for row in w[top : top + v, left : left + m].tolist()
+        ]
+        total = [sum(column) for column in zip(*size, strict=True)]
+        four = sorted(sorted(range(len(total)), key=lambda j: (-total[j], j))[:4])
+        for r, row in enumerate(size):
+            kept = sorted(four, key=lambda j: (-row[j], j))[:n]
+            mask[top + r, [left + j for j in kept]] = True
+    return mask | w.isnan()
 
 
 TWO = [row for row in itertools.product((0.0, 1.0), repeat=4) if sum(row) == 2]

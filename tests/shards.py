@@ -40,14 +40,7 @@ VIT = (
     "trainer.epochs=2",
 )
 MLP = ("recipe=sr_ste", "model=mlp", "model.hidden=[32,16]", "trainer.epochs=2")
-RECIPES = (
-    "ste",
-    "s_ste",
-    "mdgf_linear",
-    "mdgf_exponential",
-    "sdgf_stepwise",
-    "sdgf_geometric",
-)
+RECIPES = ("ste", "s_ste", "mdgf_linear", "mdgf_exponential", "sdgf_stepwise", "sdgf_geometric")
 CASES: dict[str, tuple[str, ...]] = {
     "dense": ("recipe=dense", *OPTIONS),
     **{name: (f"recipe={name}", *OPTIONS) for name in RECIPES},
@@ -85,10 +78,8 @@ class Stored(nn.Module):
     def __init__(self, inputs: int, nf: int) -> None:
         super().__init__()
         self.nf = nf
-        self.weight, self.bias = (
-            nn.Parameter(torch.randn(inputs, nf) / 3),
-            nn.Parameter(torch.zeros(nf)),
-        )
+        self.weight = nn.Parameter(torch.randn(inputs, nf) / 3)
+        self.bias = nn.Parameter(torch.zeros(nf))
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight + self.bias
@@ -209,10 +200,7 @@ def check_odd() -> None:
 
     scaled = nn.Sequential(nn.Linear(8, 8))
     scaled.scale = nn.Parameter(torch.ones(()))
-    for wrong, complaint in (
-        (Odd(outputs=5), "uneven sharding"),
-        (scaled, "scalar parameters"),
-    ):
+    for wrong, complaint in ((Odd(outputs=5), "uneven sharding"), (scaled, "scalar parameters")):
         try:
             fsdp.shard(wrong, torch.device("cpu"), {"layers.1.weight"})
         except ConfigError as error:
@@ -269,13 +257,10 @@ def main(output_dir: str) -> None:
         result = run(f"{output_dir}/together", case, "trainer.distributed=fsdp")
         assert result["status"] == "finished", (case, result)
     for case in RESUMED:
-        assert (
-            run(f"{output_dir}/stopped", case, "trainer.distributed=fsdp", stop=STOP)["status"]
-            == "interrupted"
-        )
-        assert (
-            run(f"{output_dir}/resumed", case, "trainer.distributed=fsdp")["status"] == "finished"
-        )
+        result = run(f"{output_dir}/stopped", case, "trainer.distributed=fsdp", stop=STOP)
+        assert result["status"] == "interrupted"
+        result = run(f"{output_dir}/resumed", case, "trainer.distributed=fsdp")
+        assert result["status"] == "finished"
         for place, kind in (("again", "fsdp"), ("replicas", "ddp")):
             run(f"{output_dir}/{place}", case, "trainer.distributed=fsdp", stop=STOP)
             result = run(f"{output_dir}/{place}", case, f"trainer.distributed={kind}")

@@ -53,16 +53,22 @@ def test_the_second_product_sees_the_pattern(model, pattern):
     assert float(groups.float().mean()) > 0.05
 
 
-def test_dense_steps_at_both_ends_have_the_bits_of_a_dense_model(model):
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ({"dense_start": 0.2, "dense_end": 0.3}, [True] * 2 + [False] * 5 + [True] * 3),
+        # shorter than a step it is one step: an export takes dense activations for granted
+        ({"dense_end": 0.01}, [False] * 9 + [True]),
+    ],
+)
+def test_dense_steps_at_both_ends_have_the_bits_of_a_dense_model(model, ends, expected):
     dense, x = copy.deepcopy(model), torch.randn(6, 8)
-    activations = nmrun.sparse_activations(
-        model, "1:8", total_steps=TOTAL, dense_start=0.2, dense_end=0.3
-    )
+    activations = nmrun.sparse_activations(model, "1:8", total_steps=TOTAL, **ends)
     alike = []
     for step in range(TOTAL):
         activations.at(step)
         alike.append(torch.equal(model(x), dense(x)))
-    assert alike == [True] * 2 + [False] * 5 + [True] * 3
+    assert alike == expected
 
 
 def test_steps_beyond_the_last_are_as_the_last(model):
@@ -74,22 +80,6 @@ def test_steps_beyond_the_last_are_as_the_last(model):
             activations.at(step)
             assert torch.equal(model(x), dense(x)) == alike
         activations.remove()
-
-
-def test_a_dense_end_shorter_than_a_step_is_one_step(model):
-    """The network that is left has dense activations, as an export takes for granted."""
-    dense, x = copy.deepcopy(model), torch.randn(6, 8)
-    activations = nmrun.sparse_activations(model, "1:8", total_steps=TOTAL, dense_end=0.01)
-    alike = []
-    for step in range(TOTAL):
-        activations.at(step)
-        alike.append(torch.equal(model(x), dense(x)))
-    assert alike == [False] * (TOTAL - 1) + [True]
-
-
-def test_removed_it_is_gone(model):
-    dense, x = copy.deepcopy(model), torch.randn(6, 8)
-    nmrun.sparse_activations(model, "1:8").remove()
     assert torch.equal(model(x), dense(x))
 
 
@@ -108,16 +98,11 @@ def test_compiled_as_a_whole_it_computes_the_same(model):
     compiled, x = torch.compile(model, fullgraph=True), torch.randn(6, 8)
     for step in (0, 9, 0):
         activations.at(step)
-        for parameter in model.parameters():
-            parameter.grad = None
-        expected = model(x)
-        expected.sum().backward()
-        gradient = model[0].weight.grad.clone()
-        model[0].weight.grad = None
-        actual = compiled(x)
-        actual.sum().backward()
-        torch.testing.assert_close(actual, expected)
-        torch.testing.assert_close(model[0].weight.grad, gradient)
+        ends = []
+        for run in (model, compiled):
+            y = run(x)
+            ends.append((y, *torch.autograd.grad(y.sum(), list(model.parameters()))))
+        torch.testing.assert_close(*ends)
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "4:2:8"])
@@ -154,11 +139,7 @@ def test_what_is_measured(model):
         lambda a: (images.vit((1, 8, 8), 10, 2, 2, 16, 4, 0.0, 0.0, a), (torch.randn(3, 1, 8, 8),)),
         lambda a: (
             texts.TextEncoderNetwork(19, 12, 3, 2, 4, 16, 0.1, a),
-            (
-                torch.arange(12)[None],
-                torch.ones(1, 12, dtype=torch.bool),
-                torch.zeros(1, 12, dtype=torch.long),
-            ),
+            (torch.arange(12)[None], torch.ones(1, 12).bool(), torch.zeros(1, 12).long()),
         ),
     ],
     ids=["gpt", "vit", "text_encoder"],

@@ -11,23 +11,27 @@ import torch
 
 from nmrun.lab.train import build
 
-TAKE = "import sys; from nmrun.lab.runs.locks import free_gpu; print(free_gpu(2, 0.01), free_gpu(2), flush=True); sys.stdin.read()"
+TAKE = (
+    "import sys; from nmrun.lab.runs.locks import free_gpu; print({}, flush=True); sys.stdin.read()"
+)
+
+
+def taking(place, what, **environment):
+    """A process that prints which GPUs it takes, and holds them until its input ends."""
+    return subprocess.Popen(
+        [sys.executable, "-c", TAKE.format(what)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "TMPDIR": str(place), **environment},
+    )  # fmt: skip
 
 
 def test_three_processes_on_two_gpus(tmp_path):
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    start = lambda: subprocess.Popen(  # noqa: E731
-        [sys.executable, "-c", TAKE],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    first = start()
+    both = "free_gpu(2, 0.01), free_gpu(2)"
+    first = taking(tmp_path, both)
     assert first.stdout.readline() == "0 0\n"
-    second = start()
+    second = taking(tmp_path, both)
     assert second.stdout.readline() == "1 1\n"
-    third = start()
+    third = taking(tmp_path, both)
     with pytest.raises(subprocess.TimeoutExpired):
         third.wait(0.5)
     first.kill()  # however it ends
@@ -38,21 +42,8 @@ def test_three_processes_on_two_gpus(tmp_path):
 
 
 def test_visible_devices_are_told_apart_by_their_own_numbers(tmp_path):
-    run = "import sys; from nmrun.lab.runs.locks import free_gpu; print(free_gpu(1), flush=True); sys.stdin.read()"
-    started = []
-    for visible in ("3", "5"):
-        environment = {**os.environ, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": visible}
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-c", run],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=environment,
-            )
-        )
-        assert started[-1].stdout is not None
-        assert started[-1].stdout.readline() == "0\n"
+    started = [taking(tmp_path, "free_gpu(1)", CUDA_VISIBLE_DEVICES=visible) for visible in "35"]
+    assert [process.stdout.readline() for process in started] == ["0\n", "0\n"]
     assert len(list(tmp_path.glob("nmrun-*-gpu-[35].lock"))) == 2
     for process in started:
         process.communicate("")

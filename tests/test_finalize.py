@@ -20,6 +20,7 @@ from training import (
     Start,
     attach,
     bits,
+    by_sgd,
     everything,
     net,
     recipe_tensors,
@@ -36,50 +37,41 @@ def never_stepped(training: Start) -> None:
     train(training[0], torch.optim.SGD(training[0].parameters(), 0.1), range(3))
 
 
-def dense_phase(training: Start) -> None:
+def three(training: Start) -> None:
     train(*training[:2], range(3))
 
 
 def other_optimizer(training: Start) -> None:
-    train(*training[:2], range(3))
+    three(training)
     train(training[0], torch.optim.SGD(training[0].parameters(), 0.1), range(3))
 
 
 def replaced(training: Start) -> None:
-    train(*training[:2], range(3))
+    three(training)
     training[0][2].weight = nn.Parameter(training[0][2].weight.detach().clone())
 
 
 def new_layer(training: Start) -> None:
-    train(*training[:2], range(3))
+    three(training)
     training[0][2] = nn.Linear(8, 8)
 
 
 def assigned(training: Start) -> None:
-    train(*training[:2], range(3))
+    three(training)
     training[0].load_state_dict(net(5).state_dict(), assign=True)
 
 
 REASONS: list[tuple[str, Callable[[Start], None], str]] = [
     ("sr_ste", lambda training: None, "the optimizer that was given to sparsify never stepped"),
     ("sr_ste", never_stepped, "the optimizer that was given to sparsify never stepped"),
-    (
-        "step",
-        dense_phase,
-        "training ended in a dense phase of step, after step 3 of total_steps=10",
-    ),
-    ("asp", dense_phase, "training ended in a dense phase of asp, after step 3 of total_steps=10"),
-    (
-        "sr_ste",
-        other_optimizer,
-        r"0\.weight was changed, but not by the optimizer that sparsify got",
-    ),
+    ("asp", three, "training ended in a dense phase of asp, after step 3 of total_steps=10"),
+    ("sr_ste", other_optimizer, r"0\.weight was changed, but not by the optimizer that sparsify"),
     ("sr_ste", replaced, r"2\.weight is no longer the parameter that was made sparse"),
     ("sr_ste", new_layer, r"2\.weight is no longer the parameter that was made sparse"),
     ("sr_ste", assigned, r"0\.weight is no longer the parameter that was made sparse"),
-    ("mdgf_linear", dense_phase, r"0\.weight is not 2:4 after step 3 of total_steps=10\. Train on"),
-    ("lbc", dense_phase, r"weight is not 2:4 after step 3 of total_steps=10\. Train on"),
-    ("sdgf_stepwise", dense_phase, r"0\.weight is not 2:4 after step 3"),
+    ("mdgf_linear", three, r"0\.weight is not 2:4 after step 3 of total_steps=10\. Train on"),
+    ("lbc", three, r"weight is not 2:4 after step 3 of total_steps=10\. Train on"),
+    ("sdgf_stepwise", three, r"0\.weight is not 2:4 after step 3"),
 ]
 
 
@@ -210,7 +202,7 @@ def test_the_optimizer_forgets_all_but_its_own(recipe):
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp", "step", "s_ste", "t_sr_ste", "bi_mask"])
 def test_an_average_of_dense_weights_becomes_nm(recipe):
     model, optimizer, handle = start(recipe)
-    average, sums, count = AveragedModel(model), None, 0
+    average, seen = AveragedModel(model), []
     for step in range(TOTAL):
         train(model, optimizer, [step])
         dense = [w.dense.clone() for w in handle.sparse]
@@ -219,13 +211,11 @@ def test_an_average_of_dense_weights_becomes_nm(recipe):
                 for weight, expected in zip(handle.sparse, dense, strict=True):
                     assert torch.equal(weight.parameter, expected)
                 average.update_parameters(model)
-            sums = dense if sums is None else [a + b for a, b in zip(sums, dense, strict=True)]
-            count += 1
-    assert sums is not None
+            seen.append(dense)
     before = everything(model, optimizer, handle)
-    for weight, total in zip(handle.sparse, sums, strict=True):
+    for weight, every in zip(handle.sparse, zip(*seen, strict=True), strict=True):
         parameter = average.get_parameter(f"module.{weight.name}")
-        torch.testing.assert_close(parameter.detach(), total / count)
+        torch.testing.assert_close(parameter.detach(), torch.stack(every).mean(0))
     mean = average.module[0].weight.detach().clone()
     handle.finalize(average)
     for layer in (average.module[0], average.module[2]):
@@ -344,10 +334,7 @@ def test_what_is_no_average_is_told():
     training, _, shadows = averaged("sr_ste")
     for wrong, message in (
         (Shadows(shadows), r"Shadows has no parameter 0\.weight: it takes a copy of the model"),
-        (
-            shadows[1:],
-            r"list has no parameter 0\.weight",
-        ),
+        (shadows[1:], r"list has no parameter 0\.weight"),
         (nn.Linear(3, 3), r"Linear has no parameter 0\.weight"),
         (training[0], "this is the model that trains, and not an average of it"),
         (training[0].parameters(), "this is the model that trains, and not an average of it"),
@@ -409,11 +396,8 @@ def test_autocast_keeps_no_copy_of_the_other_weights():
         with context, torch.autocast("cpu", torch.bfloat16):
             return model(x)
 
-    alone = [
-        look(contextlib.nullcontext(), model),
-        look(handle.dense_weights(), model),
-        look(handle.projected(average), average),
-    ]
+    contexts = contextlib.nullcontext(), handle.dense_weights(), handle.projected(average)
+    alone = [*map(look, contexts, (model, model, average))]
     assert not torch.equal(alone[0], alone[1])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model(x), average(x)
@@ -427,10 +411,7 @@ def test_autocast_keeps_no_copy_of_the_other_weights():
 def test_layers_compute_with_the_dense_weights_inside():
     """Also in training, and the gradient of their input: not with what was pruned again."""
     model = nn.Sequential(nn.Linear(16, 8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = nmrun.sparsify(
-        model, optimizer, "sr_ste", "2:4", input_gradient="double_prune", exclude=None
-    )
+    optimizer, handle = by_sgd(model, "sr_ste", "2:4", input_gradient="double_prune")
     x = torch.randn(4, 16, requires_grad=True)
     model(x).square().mean().backward()
     optimizer.step()
@@ -545,9 +526,8 @@ def test_an_average_keeps_casts_scales_after_the_end():
     assert torch.equal(kept, expected)
     dense = handle.sparse[0].dense
     handle.finalize()
-    torch.testing.assert_close(
-        model[0].weight, dense * scale * (model[0].weight != 0), rtol=1e-6, atol=0
-    )
+    left = dense * scale * (model[0].weight != 0)
+    torch.testing.assert_close(model[0].weight, left, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("eps_mode", ["inside", "outside", "floor"])

@@ -52,14 +52,8 @@ class ScalarAdam:
     def __init__(
         self, w: float, decoupled: bool, lr: float, wd: float, maximize: bool, amsgrad: bool
     ) -> None:
-        self.w, self.decoupled, self.lr, self.wd, self.maximize, self.amsgrad = (
-            w,
-            decoupled,
-            lr,
-            wd,
-            maximize,
-            amsgrad,
-        )
+        self.w, self.decoupled, self.lr, self.wd = w, decoupled, lr, wd
+        self.maximize, self.amsgrad = maximize, amsgrad
         self.m = self.v = self.v_max = 0.0
         self.t, self.frozen = 0, None
 
@@ -84,13 +78,8 @@ class ScalarAdam:
     def freeze(self, eps_mode: str, bias_correction: bool) -> None:
         v = self.v_max if self.amsgrad else self.v
         v /= 1 - 0.999**self.t if bias_correction else 1
-        eps = 1e-8
-        forms = {
-            "inside": math.sqrt(v + eps),
-            "outside": math.sqrt(v) + eps,
-            "floor": math.sqrt(v) + eps**0.75,
-        }
-        self.frozen = forms[eps_mode]
+        inside, shift = {"inside": (1e-8, 0), "outside": (0, 1e-8), "floor": (0, 1e-6)}[eps_mode]
+        self.frozen = math.sqrt(v + inside) + shift
 
 
 @pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
@@ -111,14 +100,8 @@ def test_scalar_adam_after_freezing(kind, options, eps_mode, bias_correction):
     decay = optimizer.defaults["weight_decay"]
     for i, start in enumerate(parameters(torch.float64)):
         for j, w in enumerate(start.flatten().tolist()):
-            scalar = ScalarAdam(
-                w,
-                kind is optim.AdamW,
-                0.02,
-                decay,
-                bool(options.get("maximize")),
-                "amsgrad" in options,
-            )
+            how = kind is optim.AdamW, 0.02, decay, "maximize" in options, "amsgrad" in options
+            scalar = ScalarAdam(w, *how)
             for t, grads in enumerate(history):
                 if t == T0:
                     scalar.freeze(eps_mode, bias_correction)
@@ -126,9 +109,7 @@ def test_scalar_adam_after_freezing(kind, options, eps_mode, bias_correction):
                 scalar.step(grads[i].flatten()[j].item())
             expected.append(scalar.w)
     result = torch.cat([p.detach().flatten() for p in params])
-    torch.testing.assert_close(
-        result, torch.tensor(expected, dtype=torch.float64), rtol=1e-11, atol=1e-12
-    )
+    assert result.tolist() == pytest.approx(expected, rel=1e-11, abs=1e-12)
 
 
 def test_frozen_means_constant_and_only_for_those_asked_for():
@@ -143,10 +124,8 @@ def test_frozen_means_constant_and_only_for_those_asked_for():
     for p, g in zip(params, grads, strict=True):
         p.grad = g
     optimizer.step()
-    assert all(
-        p.grad is g and torch.equal(g, h)
-        for p, g, h in zip(params, grads, history[T0], strict=True)
-    )
+    assert all(p.grad is g for p, g in zip(params, grads, strict=True))
+    assert all(map(torch.equal, grads, history[T0]))
     train(optimizer, params, iter(history[T0 + 1 :]))
     optimizer.freeze_second_moment([params[0]], "outside")  # frozen already: nothing happens
     assert torch.equal(optimizer.state[params[0]]["frozen_denominator"], denominator)
@@ -170,13 +149,8 @@ def test_state_dict_continues_with_the_same_bits(kind, frozen):
     again = copy.deepcopy(params)
     resumed = kind(again, lr=0.5)
     resumed.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
-    assert all(
-        map(
-            torch.equal,
-            train(optimizer, params, iter(history[T0:])),
-            train(resumed, again, iter(history[T0:])),
-        )
-    )
+    ends = train(optimizer, params, iter(history[T0:])), train(resumed, again, iter(history[T0:]))
+    assert all(map(torch.equal, *ends))
 
 
 @pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
@@ -214,18 +188,14 @@ def test_change_of_v_is_what_the_next_step_does(kind, options):
         grads[0][:, :2] = 0.0
         for p, grad in zip(params[: 2 + t % 2], grads, strict=False):
             p.grad = grad
-        before = [
-            optimizer.state[p].get("exp_avg_sq", torch.zeros_like(p)).double().clone()
-            for p in params[:2]
-        ]
+        moments = [optimizer.state[p].get("exp_avg_sq", torch.zeros_like(p)) for p in params[:2]]
+        before = [v.double().clone() for v in moments]
         total, logs, nonzero = second_moment_change(optimizer, params[:2])
         optimizer.step()
-        change = torch.cat(
-            [
-                (optimizer.state[p]["exp_avg_sq"] - v).abs().flatten()
-                for p, v in zip(params, before, strict=False)
-            ]
+        changes = (
+            optimizer.state[p]["exp_avg_sq"] - v for p, v in zip(params, before, strict=False)
         )
+        change = torch.cat([each.abs().flatten() for each in changes])
         moved = change[change > 0]
         assert int(nonzero) == len(moved)
         assert float(total) == pytest.approx(float(change.sum()), rel=1e-4)
@@ -247,15 +217,9 @@ def test_change_of_v_with_the_others_in_a_group_of_their_own(options):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_loss_scaling_changes_nothing(fused):
-    scaler, params, plain = (
-        torch.amp.GradScaler("cpu", init_scale=2.0**12),
-        parameters(),
-        parameters(),
-    )
-    optimizer, reference = (
-        optim.AdamW(params, lr=0.01, fused=fused),
-        optim.AdamW(plain, lr=0.01, fused=fused),
-    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    params, plain = parameters(), parameters()
+    optimizer, reference = (optim.AdamW(p, lr=0.01, fused=fused) for p in (params, plain))
     for t, grads in enumerate(gradients(8)):
         if t == T0:
             optimizer.freeze_second_moment(params[:2])

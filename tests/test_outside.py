@@ -18,6 +18,7 @@ from training import (
     attach,
     batch,
     bits,
+    by_sgd,
     everything,
     net,
     recipe_tensors,
@@ -300,8 +301,7 @@ def test_a_cast_that_makes_weights_equal_keeps_the_dense_ones(step, monkeypatch)
     monkeypatch.setattr(steppers, "COMPARED_EVERY", 6)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 256))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    handle = nmrun.sparsify(model, optimizer, "ste", "2:4", exclude=None)
+    optimizer, handle = by_sgd(model, "ste", "2:4", lr=0.0)
 
     def steps(number: int) -> None:
         for _ in range(number):

@@ -49,6 +49,20 @@ class Conv1D(nn.Module):
         return x @ self.weight + self.bias
 
 
+def by_sgd(
+    model: nn.Module,
+    recipe: Any,
+    pattern: str = "2:4",
+    total: int | None = None,
+    lr: float = 0.1,
+    **options: Any,
+) -> tuple[torch.optim.Optimizer, Handle]:
+    """All weights that can be are sparse, unless told otherwise; plain SGD trains them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    options = {"exclude": None, **options}
+    return optimizer, nmrun.sparsify(model, optimizer, recipe, pattern, total, **options)
+
+
 def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

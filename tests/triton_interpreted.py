@@ -14,7 +14,7 @@ import pytest
 import torch
 import triton
 from adam_steps import KINDS, edited, faded, projection, update_of
-from torch import Tensor
+from torch import Tensor, nn
 from triton.runtime import interpreter
 
 from nmrun import optim, sparsify
@@ -89,13 +89,8 @@ def nasty(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
     flat, info = weight.view(-1), torch.finfo(dtype)
     flat[::3] = flat[::3].mul(2).round() / 2
     flat[: len(flat) // 8] = -1.0
-    for start, step, value in (
-        (1, 7, 0.0),
-        (2, 11, -0.0),
-        (3, 13, info.smallest_normal / 8),
-        (4, 17, -info.smallest_normal / 4),
-    ):
-        flat[start::step] = value
+    flat[1::7], flat[2::11] = 0.0, -0.0
+    flat[3::13], flat[4::17] = info.smallest_normal / 8, -info.smallest_normal / 4
     flat[5::29], flat[6::31], flat[7::37] = torch.nan, torch.inf, -torch.inf
     flat[-shape[-1] :] = torch.linspace(-1, 2, shape[-1]).to(DEVICE, dtype)
     return weight
@@ -103,19 +98,16 @@ def nasty(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 def bits(x: Tensor) -> Tensor:
     """One NaN is like another."""
-    return torch.where(x.isnan(), torch.nan, x).view(
-        torch.int32 if x.dtype == FLOAT else torch.int16
-    )
+    whole = torch.int32 if x.dtype == FLOAT else torch.int16
+    return torch.where(x.isnan(), torch.nan, x).view(whole)
 
 
 def reference(weight: Tensor, pattern: Pattern, dim: int, mode: str, amount: float) -> Tensor:
     if mode == "decayed":
         return torch.where(nm_mask(weight, pattern, dim), weight, weight * amount) + 0.0
-    return (
-        hard_threshold(weight, pattern, dim)
-        if mode == "hard"
-        else soft_threshold(weight, pattern, dim) * amount
-    )
+    if mode == "hard":
+        return hard_threshold(weight, pattern, dim)
+    return soft_threshold(weight, pattern, dim) * amount
 
 
 @pytest.mark.parametrize(("ratio", "shape", "dim", "dtype"), CASES)
@@ -135,15 +127,11 @@ def test_bits_equal_the_reference(ratio, shape, dim, dtype):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_channels_last(ratio, dim):
     weight = nasty((32, 16, 3, 3), FLOAT).to(memory_format=torch.channels_last)
-    out, plain, pattern = (
-        torch.empty_like(weight),
-        torch.empty(weight.shape, device=DEVICE),
-        Pattern.parse(ratio),
-    )
+    out, plain = torch.empty_like(weight), torch.empty(weight.shape, device=DEVICE)
+    pattern = Pattern.parse(ratio)
     assert triton_projection.project(weight, out, pattern, dim)
-    assert torch.equal(
-        bits(out.contiguous()), bits(hard_threshold(weight.contiguous(), pattern, dim))
-    )
+    expected = hard_threshold(weight.contiguous(), pattern, dim)
+    assert torch.equal(bits(out.contiguous()), bits(expected))
     assert not triton_projection.project(weight, plain, pattern, dim)
     assert not triton_projection.project(plain, out, pattern, dim)
 
@@ -221,17 +209,17 @@ def test_weights_of_many_kinds_in_one_batch():
 def test_what_it_leaves_to_the_reference():
     weight, pattern = torch.randn(16, 64, device=DEVICE), Pattern(2, 4)
     out = torch.full_like(weight, 7.0)
-    assert not triton_projection.project(weight.T, out.T, pattern, 1)
-    assert not triton_projection.project(weight, out.T, pattern, 1)
-    assert not triton_projection.project(weight.double(), out, pattern, 1)
-    assert not triton_projection.project(weight, out.double(), pattern, 1)
-    assert not triton_projection.project(
-        weight[:, :63].contiguous(), out[:, :63].contiguous(), pattern, 1
-    )
-    assert not triton_projection.project(weight.view(8, 128), out.view(8, 128), Pattern(2, 128), 1)
-    assert not triton_projection.project(
-        weight, out, pattern, 1, "soft", scale=torch.tensor(1.0, device="meta")
-    )
+    for w, into, p in (
+        (weight.T, out.T, pattern),
+        (weight, out.T, pattern),
+        (weight.double(), out, pattern),
+        (weight, out.double(), pattern),
+        (weight[:, :63].contiguous(), out[:, :63].contiguous(), pattern),
+        (weight.view(8, 128), out.view(8, 128), Pattern(2, 128)),
+    ):
+        assert not triton_projection.project(w, into, p, 1)
+    scale = torch.tensor(1.0, device="meta")
+    assert not triton_projection.project(weight, out, pattern, 1, "soft", scale=scale)
     assert (out == 7.0).all()
     with pytest.raises(ValueError, match=r"weight 1 of the batch, \[16, 64\] torch.float64"):
         triton_projection.Batch().project([(w, out, pattern, 1) for w in (weight, weight.double())])
@@ -247,16 +235,12 @@ def test_a_device_is_checked_before_it_is_used(monkeypatch, caplog):
     assert not kernels.on_cuda(device, 2, triton_groups.LARGEST_M + 1)
     assert kernels.on_cuda(device, 2, 8, 16)
     assert not caplog.records
-    monkeypatch.setattr(
-        triton_blocks, "project", lambda weight, out, *_: bool(out.fill_(0).any()) or True
-    )
+    zeros = lambda weight, out, *_: bool(out.fill_(0).any()) or True  # noqa: E731
+    monkeypatch.setattr(triton_blocks, "project", zeros)
     assert not kernels.on_cuda(device, 2, 9, 16)
     assert "wrong numbers" in caplog.text
-    monkeypatch.setattr(
-        triton_projection,
-        "project",
-        lambda weight, out, pattern, dim: bool(out.copy_(weight).any()),
-    )
+    dense = lambda weight, out, *_: bool(out.copy_(weight).any())  # noqa: E731
+    monkeypatch.setattr(triton_projection, "project", dense)
     assert not kernels.on_cuda(device, 3, 5)
     assert "wrong numbers" in caplog.text
 
@@ -292,9 +276,9 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: True)
 
 
-def start(kind: str = "decayed") -> tuple[list[torch.nn.Parameter], list[Update]]:
+def start(kind: str = "decayed") -> tuple[list[nn.Parameter], list[Update]]:
     torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape, device=DEVICE)) for shape, _, _ in SHAPES]
+    params = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape, _, _ in SHAPES]
     params[2].data = params[2].to(memory_format=torch.channels_last)
     return params, [
         update_of(kind, p.detach(), Pattern.parse(ratio).over(shape[dim]), dim)
@@ -324,9 +308,7 @@ def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(kind, decouple
     adam = (optim.AdamW if decoupled else optim.Adam)(params, **options)
     for step in range(4):
         theirs = [p.detach().clone().requires_grad_() for p in params]
-        stock = (torch.optim.AdamW if decoupled else torch.optim.Adam)(
-            theirs, **options, foreach=True
-        )
+        stock = getattr(torch.optim, type(adam).__name__)(theirs, **options, foreach=True)
         if step:
             stock.load_state_dict(copy.deepcopy(adam.state_dict()))  # the layout is torch's
         versions = [p._version for p in params]
@@ -348,9 +330,8 @@ def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(kind, decouple
             assert mine["step"].device == other["step"].device
             size = q.grad.abs() + OPTIONS["weight_decay"] * old[i].abs() + other["exp_avg"].abs()
             assert_close(mine["exp_avg"], other["exp_avg"], size)
-            assert_close(
-                mine["exp_avg_sq"], other["exp_avg_sq"], size.square() + other["exp_avg_sq"]
-            )
+            squares = size.square() + other["exp_avg_sq"]
+            assert_close(mine["exp_avg_sq"], other["exp_avg_sq"], squares)
             assert_close(p, q, torch.maximum(old[i].abs(), q.abs()) + 10 * OPTIONS["lr"])
             assert not torch.equal(p, old[i])
             assert torch.equal(bits(update.projected), bits(projection(p.detach(), update)))
@@ -362,9 +343,8 @@ def test_a_step_with_a_frozen_second_moment(decoupled):
     """Against the step of nmrun.optim that is not in one pass, whose tests have the closed form."""
     params, copies = start()
     theirs = [p.detach().clone().requires_grad_() for p in params]
-    optimizers = [
-        (optim.AdamW if decoupled else optim.Adam)(group, **OPTIONS) for group in (params, theirs)
-    ]
+    kind = optim.AdamW if decoupled else optim.Adam
+    optimizers = [kind(group, **OPTIONS) for group in (params, theirs)]
     for step in range(3):
         for p, q, update in zip(params, theirs, copies, strict=True):
             p.grad = torch.randn_like(p)
@@ -384,9 +364,8 @@ def test_a_step_with_a_frozen_second_moment(decoupled):
             torch.testing.assert_close(
                 mine["frozen_denominator"], other["frozen_denominator"], rtol=1e-5, atol=1e-7
             )
-            assert torch.equal(
-                bits(update.projected), bits(hard_threshold(p, update.pattern, update.dim))
-            )
+            expected = hard_threshold(p, update.pattern, update.dim)
+            assert torch.equal(bits(update.projected), bits(expected))
 
 
 @pytest.mark.usefixtures("by_triton")
@@ -412,7 +391,7 @@ def test_a_step_is_in_float32_whatever_new_tensors_are_by_default(other):
 @pytest.mark.usefixtures("by_triton")
 def test_what_cannot_be_fused_is_stepped_as_ever():
     params, copies = start()
-    dense = torch.nn.Parameter(torch.randn(3, 4, device=DEVICE))
+    dense = nn.Parameter(torch.randn(3, 4, device=DEVICE))
     groups = [
         {"params": params[:3]},
         {"params": [params[3], dense], "maximize": True},
@@ -451,15 +430,10 @@ def test_a_run_with_fused_steps_is_one_with_hooks(recipe, options, monkeypatch):
     def trained(fused):
         monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: fused)
         torch.manual_seed(0)
-        layers = (
-            torch.nn.Conv2d(4, 8, 3),
-            torch.nn.ReLU(),
-            torch.nn.Flatten(),
-            torch.nn.Linear(72, 16),
-        )
-        model = torch.nn.Sequential(*layers).to(DEVICE)
+        layers = nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 16)
+        model = nn.Sequential(*layers).to(DEVICE)
         optimizer = optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
-        handle = sparsify(model, optimizer, recipe, "2:4", 6, **{"exclude": None, **options})
+        handle = sparsify(model, optimizer, recipe, "2:4", 6, exclude=None, **options)
         rates, working = [], []
         for step in range(6):
             optimizer.zero_grad()
@@ -489,28 +463,24 @@ def test_all_weights_are_projected_in_one_launch(recipe, monkeypatch):
     multiple of 16 bytes goes by itself.
     """
     monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: True)
-    project, alone, together = kernels.project, [], []
-    monkeypatch.setattr(
-        kernels, "project", lambda *args: (alone.append(args[0]), project(*args))[1]
-    )
-    batch = triton_projection.Batch.project
-    monkeypatch.setattr(
-        triton_projection.Batch,
-        "project",
-        lambda self, members: (together.append(len(members)), batch(self, members))[1],
-    )
+    project, batch, alone, together = kernels.project, triton_projection.Batch.project, [], []
+
+    def one(*args):
+        alone.append(args[0])
+        return project(*args)
+
+    def many(self, members):
+        together.append(len(members))
+        return batch(self, members)
+
+    monkeypatch.setattr(kernels, "project", one)
+    monkeypatch.setattr(triton_projection.Batch, "project", many)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(4))).to(DEVICE)
-    model[3].weight = torch.nn.Parameter(torch.randn(257, device=DEVICE)[1:].view(16, 16))
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4))).to(DEVICE)
+    model[3].weight = nn.Parameter(torch.randn(257, device=DEVICE)[1:].view(16, 16))
     optimizer = optim.Adam(model.parameters(), amsgrad=True)  # whose step is not fused
-    handle = sparsify(
-        model,
-        optimizer,
-        recipe,
-        "2:4",
-        8,
-        **{"exclude": None, **({"switch": 0.5} if recipe == "step" else {})},
-    )
+    options = {"switch": 0.5} if recipe == "step" else {}
+    handle = sparsify(model, optimizer, recipe, "2:4", 8, exclude=None, **options)
     for step in range(8):
         if step == 4:  # the first ones also compare, and STEP has switched
             alone.clear(), together.clear()
@@ -525,7 +495,7 @@ def test_all_weights_are_projected_in_one_launch(recipe, monkeypatch):
 def test_the_dense_weights_are_gone_when_training_is_over(monkeypatch):
     """Though the handle is there, and what projected them with it."""
     monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: True)
-    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(3))).to(DEVICE)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3))).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = sparsify(model, optimizer, "ste", "2:4", exclude=None)
     model(torch.randn(5, 16, device=DEVICE)).square().sum().backward()
@@ -542,9 +512,8 @@ def test_the_dense_weights_are_gone_when_training_is_over(monkeypatch):
 def estimated(x: Tensor, ratio: str, dim: int, seed: int = 7) -> Tensor:
     pattern, out = Pattern.parse(ratio), torch.full_like(x, torch.nan)
     assert triton_mvue.applies(x, pattern, dim)
-    triton_mvue.estimate(
-        x, out, pattern, dim, torch.tensor([seed], dtype=torch.int32, device=DEVICE)
-    )
+    drawn_by = torch.tensor([seed], dtype=torch.int32, device=DEVICE)
+    triton_mvue.estimate(x, out, pattern, dim, drawn_by)
     return out
 
 
@@ -554,27 +523,18 @@ def test_the_estimate_is_unbiased_with_the_smallest_variance(ratio):
     tests have the closed form.
     """
     pattern, draws = Pattern.parse(ratio), 4096
-    column = (
-        torch.randn(
-            2 * pattern.m, generator=torch.Generator().manual_seed(pattern.m), dtype=torch.float64
-        ).float()
-        ** 3
-    )
-    estimates = (
-        estimated(column[:, None].expand(-1, draws).contiguous().to(DEVICE), ratio, 0)
-        .double()
-        .cpu()
-    )
+    generator = torch.Generator().manual_seed(pattern.m)
+    column = torch.randn(2 * pattern.m, generator=generator, dtype=torch.float64).float() ** 3
+    columns = column[:, None].expand(-1, draws).contiguous()
+    estimates = estimated(columns.to(DEVICE), ratio, 0).double().cpu()
     p = inclusion_probabilities(column[:, None], pattern, 0)[:, 0]
-    assert ((estimates != 0).unflatten(0, (2, pattern.m)).sum(1) == pattern.n).all()
-    mask = estimates != 0
-    torch.testing.assert_close(
-        estimates[mask], (column.double() / p)[:, None].expand(-1, draws)[mask], rtol=1e-5, atol=0
-    )
-    variance = column.double() ** 2 * (1 / p - 1)
-    assert (
-        (estimates.mean(1) - column.double()).abs() <= 5 * (variance / draws).sqrt() + 1e-5
-    ).all()
+    mask, column = estimates != 0, column.double()
+    assert (mask.unflatten(0, (2, pattern.m)).sum(1) == pattern.n).all()
+    picked = (column / p)[:, None].expand(-1, draws)
+    torch.testing.assert_close(estimates[mask], picked[mask], rtol=1e-5, atol=0)
+    variance = column**2 * (1 / p - 1)
+    off = (estimates.mean(1) - column).abs()
+    assert (off <= 5 * (variance / draws).sqrt() + 1e-5).all()
     assert variance.max() > 0
     assert float(estimates.var(1).sum()) == pytest.approx(float(variance.sum()), rel=0.15)
 
@@ -587,33 +547,21 @@ def test_estimates_of_other_shapes_and_dtypes(shape, dim, dtype):
     estimate = estimated(x, "2:4", dim)
     p = inclusion_probabilities(x.float(), "2:4", dim)
     assert ((estimate != 0).unflatten(dim, (-1, 4)).sum(dim + 1) == 2).all()
-    torch.testing.assert_close(
-        estimate, torch.where(estimate != 0, (x.double() / p), 0.0).to(dtype), rtol=2**-6, atol=1e-5
-    )
+    expected = torch.where(estimate != 0, x.double() / p, 0.0).to(dtype)
+    torch.testing.assert_close(estimate, expected, rtol=2**-6, atol=1e-5)
     assert torch.equal(estimated(x, "2:4", dim), estimate)
     assert not torch.equal(estimated(x, "2:4", dim, seed=8), estimate)
     assert not (estimate.float().signbit() & (estimate == 0)).any()
 
 
 def test_estimates_at_the_edges():
-    x = torch.tensor(
-        [
-            [0.0, 3.0, 1.0, float("inf"), 1.0],
-            [0.0, 0.0, 1.0, 1.0, 2.0],
-            [0.0, 0.0, 1.0, 1.0, 1e-30],
-            [0.0, -4.0, 1.0, 1.0, float("nan")],
-        ]
-    )
+    columns = [0, 0, 0, 0], [3, 0, 0, -4], [1] * 4, [torch.inf, 1, 1, 1], [1, 2, 1e-30, torch.nan]
+    x = torch.tensor([[float(value) for value in column] for column in columns]).t().contiguous()
     estimate = estimated(x.to(DEVICE), "2:4", 0).cpu()
     assert estimate[:, 0].tolist() == [0.0] * 4
     assert estimate[:, 1].tolist() == [3.0, 0.0, 0.0, -4.0]  # no more than N: all are certain
     assert sorted(estimate[:, 2].tolist()) == [0.0, 0.0, 2.0, 2.0]
     assert estimate[:, 3:].isnan().all()
-    for tensor, pattern, dim in (
-        (x, "2:4", 1),
-        (x.double(), "2:4", 0),
-        (x.t(), "1:4", 0),
-        (x, "1:2", 0),
-        (x, "4:4", 0),
-    ):
+    others = (x, "2:4", 1), (x.double(), "2:4", 0), (x.t(), "1:4", 0), (x, "1:2", 0), (x, "4:4", 0)
+    for tensor, pattern, dim in others:
         assert not triton_mvue.applies(tensor, Pattern.parse(pattern), dim)

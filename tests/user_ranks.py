@@ -21,11 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from user_training import (
     CASES,
@@ -159,13 +155,9 @@ def from_files(started: Started, folder: Path) -> None:
 def from_whole(started: Started, folder: Path) -> None:
     model, optimizer, _ = started
     both = torch.load(folder / "whole.pt", weights_only=True)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=both[0],
-        optim_state_dict=both[1],
-        options=StateDictOptions(full_state_dict=True),
-    )
+    options = StateDictOptions(full_state_dict=True)
+    states = {"model_state_dict": both[0], "optim_state_dict": both[1]}
+    set_state_dict(model, optimizer, **states, options=options)
 
 
 def in_shards(folder: Path) -> dict[Any, dict[str, Tensor]]:
@@ -195,10 +187,7 @@ def in_shards(folder: Path) -> dict[Any, dict[str, Tensor]]:
         )
         assert optimizer.state_dict() == before
     check_dense_weights()
-    for split, complaint in (
-        (True, "not a multiple of 8 in each"),
-        (False, "not sharded over"),
-    ):
+    for split, complaint in ((True, "not a multiple of 8 in each"), (False, "not sharded over")):
         model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8))
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         ignored = set() if split else {model[1].weight}

@@ -58,14 +58,8 @@ def pairs() -> nn.Sequential:
 
 def sparse(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: str) -> Handle:
     """The call that every case makes."""
-    return nmrun.sparsify(
-        model,
-        optimizer,
-        recipe,
-        "2:4",
-        TOTAL,
-        **{"exclude": None, **{**RECIPES, **DRAWING}[recipe]},
-    )
+    options = {"exclude": None, **(RECIPES | DRAWING)[recipe]}
+    return nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **options)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, parts: int = 1) -> None:

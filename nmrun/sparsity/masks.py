@@ -183,8 +183,7 @@ def mvue(
         ValueError: where M does not divide the size of ``dim``, and for V:N:M patterns.
     """
     pattern, dim = Pattern.parse(pattern), along(x, dim)
-    if pattern.v > 1:
-        raise ValueError(f"estimates are N:M, not V:N:M such as {pattern}")
+    pattern.without_blocks("mvue")
     if x.is_cuda and generator is None and not pattern.length:
         return torch.ops.nmrun.mvue(x, pattern.n, pattern.m, dim)
     return _estimate(x, pattern, dim, generator)

@@ -110,8 +110,7 @@ def hard_threshold(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
 
 
 def soft_threshold(weight: Tensor, pattern: Pattern, dim: int, gamma: float = 0.0) -> Tensor:
-    if pattern.v > 1:
-        raise ValueError(f"there is no soft threshold for V:N:M patterns such as {pattern}")
+    pattern.without_blocks("a soft threshold")
     groups, pattern, d = grouped(weight, pattern, dim)
     if pattern.n == pattern.m:
         return weight.detach() + 0.0

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import played_gpu
@@ -14,6 +15,7 @@ import torch
 from deployed import share
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from training import by_sgd
 
 import nmrun
 from nmrun.errors import ConfigError
@@ -34,6 +36,16 @@ needs_compiler = pytest.mark.skipif(
 @pytest.fixture
 def faster(deploy_times: dict[str, float]) -> None:
     deploy_times["packed"] = 0.5
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> played_gpu.Machine:
+    """Deployed is to a GPU, which is played."""
+    real = deploying.paths
+    monkeypatch.setattr(
+        deploying, "paths", lambda device, *about: real(torch.device("cuda"), *about)
+    )
+    return played_gpu.play(monkeypatch.setattr, tmp_path)
 
 
 def prune(model: nn.Module, *patterns: str) -> nn.Module:
@@ -78,12 +90,8 @@ def test_an_mlp_of_two_patterns(tokens: int, dtype: torch.dtype) -> None:
     ]
     assert all(f"{tokens} tokens: dense 1 ms, packed 0.5 ms" in c.reason for c in choices)
     assert all("(2.00x)" in c.reason for c in choices)
-    torch.testing.assert_close(
-        model(x),
-        expected,
-        rtol=2e-2 if dtype == torch.bfloat16 else 1e-5,
-        atol=1e-1 if dtype == torch.bfloat16 else 1e-5,
-    )
+    rtol, atol = (2e-2, 1e-1) if dtype == torch.bfloat16 else (1e-5, 1e-5)
+    torch.testing.assert_close(model(x), expected, rtol=rtol, atol=atol)
     for i, weight in zip((0, 2), weights, strict=True):
         assert isinstance(model[i], PackedLinear)
         assert torch.equal(model[i].dense(), weight)
@@ -140,13 +148,8 @@ def test_attention_across_two_sequences(batch_first: bool, batched: bool) -> Non
     if batch_first:
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     if not batched:
-        q, k, v, padding, masks = (
-            torch.randn(5, 32),
-            torch.randn(6, 32),
-            torch.randn(6, 32),
-            padding[1],
-            masks[:4],
-        )
+        q, k, v = torch.randn(5, 32), torch.randn(6, 32), torch.randn(6, 32)
+        padding, masks = padding[1], masks[:4]
     calls = [
         {},
         {"need_weights": False},
@@ -158,11 +161,9 @@ def test_attention_across_two_sequences(batch_first: bool, batched: bool) -> Non
         expected = [model(q, k, v, **kwargs) for kwargs in calls]
         choices = by_name(nmrun.deploy(model, (q, k, v)))
         assert isinstance(model.attention, PackedAttention)
-        tokens = {
-            name: choice.reason.split(", ")[1].split(" ")[0] for name, choice in choices.items()
-        }
-        assert tokens["attention.in_proj_weight[queries]"] == str(q.numel() // 32)
-        assert tokens["attention.in_proj_weight[keys, values]"] == str(k.numel() // 32)
+        for part, seen in (("queries", q), ("keys, values", k)):
+            reason = choices[f"attention.in_proj_weight[{part}]"].reason
+            assert f", {seen.numel() // 32} tokens" in reason
         for kwargs, right in zip(calls, expected, strict=True):
             torch.testing.assert_close(model(q, k, v, **kwargs), right, rtol=1e-4, atol=1e-5)
 
@@ -175,14 +176,8 @@ def test_a_language_model_of_hugging_face_generates_the_same_tokens(kind: str) -
     torch.manual_seed(0)
     if kind == "gpt2":
         config = transformers.GPT2Config(
-            vocab_size=97,
-            n_positions=64,
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            bos_token_id=0,
-            eos_token_id=96,
-        )
+            vocab_size=97, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=96,
+        )  # fmt: skip
         model = transformers.GPT2LMHeadModel(config)
     else:
         config = transformers.LlamaConfig(
@@ -400,7 +395,7 @@ def test_what_is_left_dense_has_a_reason() -> None:
 
 def test_training_and_odd_samples_are_refused_in_one_line() -> None:
     model = nn.Sequential(nn.Linear(16, 16))
-    nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "ste", "2:4", exclude=None)
+    by_sgd(model, "ste", "2:4")
     with pytest.raises(ConfigError, match=r"^0\.weight is in training: call finalize\(\)"):
         nmrun.deploy(model, torch.randn(2, 16))
     assert model.training
@@ -412,7 +407,7 @@ def test_training_and_odd_samples_are_refused_in_one_line() -> None:
         nmrun.deploy(mlp().to("meta"), torch.randn(2, 40, device="meta"))
 
 
-@pytest.mark.parametrize("pattern", ["2:4", "1:8", "3:7", "4:8", "1:32", "3:4"])
+@pytest.mark.parametrize("pattern", ["2:4", "1:8", "3:7", "1:32"])
 def test_the_pattern_is_found(pattern: str) -> None:
     weight = torch.rand(64, 32 * 7) + 0.1
     weight *= nm_mask(torch.randn(64, 32 * 7), pattern, 1)
@@ -421,18 +416,12 @@ def test_the_pattern_is_found(pattern: str) -> None:
 
 
 def test_on_cuda_two_of_four_are_packed_by_the_fastest_right_path(
-    deploy_times: dict[str, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    deploy_times: dict[str, float], gpu: played_gpu.Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    played_gpu.play(monkeypatch.setattr, tmp_path)
-    broken = copy.copy(played_gpu.COMPRESSED)
-    object.__setattr__(
-        broken, "multiply", lambda x, parts, bias: x.new_zeros(len(x), len(parts[0]))
+    wrong = replace(
+        played_gpu.COMPRESSED, multiply=lambda x, parts, bias: x.new_zeros(len(x), len(parts[0]))
     )
-    monkeypatch.setitem(deploying.semi_structured.PATHS, "broken", broken)
-    real = deploying.paths
-    monkeypatch.setattr(
-        deploying, "paths", lambda device, *about: real(torch.device("cuda"), *about)
-    )
+    monkeypatch.setitem(deploying.semi_structured.PATHS, "broken", wrong)
     deploy_times.update({"compressed": 0.25, "broken": 0.25})
     model = prune(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)), "2:4", "3:4").bfloat16()
     x = torch.randn(6, 32).bfloat16()
@@ -445,17 +434,13 @@ def test_on_cuda_two_of_four_are_packed_by_the_fastest_right_path(
 
 
 def test_on_cuda_the_algorithm_of_layers_alike_is_looked_for_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    gpu: played_gpu.Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = played_gpu.play(monkeypatch.setattr, tmp_path)
-    real, timed = deploying.paths, []
-    monkeypatch.setattr(
-        deploying, "paths", lambda device, *about: real(torch.device("cuda"), *about)
-    )
+    timed: list[bool] = []
 
     def milliseconds(call: Any, repeats: int = 20, graph: bool = False) -> float:
         timed.append(graph)
-        return machine.fast
+        return gpu.fast
 
     monkeypatch.setattr(deploying.semi_structured, "milliseconds", milliseconds)
     monkeypatch.setattr(nn.Module, "compile", lambda model, **how: None)

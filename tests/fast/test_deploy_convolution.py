@@ -139,14 +139,6 @@ def test_the_better_of_torchs_layouts_has_to_be_beaten(
     assert (list(model) == layers) is (path is None)
 
 
-@needs_compiler
-def test_a_layer_that_is_wrong_is_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, right = net(), PackedConvolution.forward
-    monkeypatch.setattr(PackedConvolution, "forward", lambda self, x: 1.05 * right(self, x))
-    choices = nmrun.deploy(model, torch.randn(5, 8, 6, 7))
-    assert {(c.path, c.reason) for c in choices} == {(None, "packed: WRONG results")}
-
-
 def test_what_is_left_dense_has_a_reason(request: pytest.FixtureRequest) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:

@@ -62,10 +62,8 @@ def test_bfloat16_is_taken_for_float32_where_int8_is_slower_or_too_far_off(
 def test_rows_that_share_their_columns_are_packed_in_blocks(deploy_times: dict[str, float]) -> None:
     deploy_times["int8 blocks"] = 0.1
     torch.manual_seed(0)
-    model, x = (
-        nn.Sequential(nn.Linear(80, 64), nn.ReLU(), nn.Linear(64, 32)).eval(),
-        torch.randn(40, 80),
-    )
+    model = nn.Sequential(nn.Linear(80, 64), nn.ReLU(), nn.Linear(64, 32)).eval()
+    x = torch.randn(40, 80)
     for layer in (model[0], model[2]):
         layer.weight.data = nmrun.sparsity.hard_threshold(layer.weight.data, "32:4:16")
     expected = model(x)
@@ -118,22 +116,12 @@ def test_what_is_not_finite_or_no_linear_layer_is_not_int8() -> None:
 
 
 @needs_int8
-def test_the_slower_is_not_taken(deploy_times: dict[str, float]) -> None:
-    deploy_times.update({"packed": 0.5, "int8": 0.6})
-    choices = nmrun.deploy(pruned(), torch.randn(40, 80), precision="int8")
-    assert [c.path for c in choices] == ["packed", "packed"]
-
-
-@needs_int8
 def test_a_precision_and_a_tolerance_that_are_none() -> None:
     model, x = pruned(), torch.randn(3, 80)
     layers = list(model)
     for words, message in (
         ({"precision": "int4"}, "precision=int4: it takes int8, or None"),
-        (
-            {"precision": "int8", "tolerance": -1.0},
-            "tolerance=-1.0: it takes a number at least 0 and at most 1",
-        ),
+        ({"tolerance": -1.0}, "tolerance=-1.0: it takes a number at least 0 and at most 1"),
         ({"tolerance": "a"}, "tolerance=a: it takes a number at least 0 and at most 1"),
     ):
         with pytest.raises(ConfigError, match=f"^{message}$"):
@@ -171,7 +159,6 @@ def test_dense_int8_is_taken_where_it_is_the_fastest(dtype: torch.dtype) -> None
     with torch.no_grad():
         z = model(x)
         assert model(x[:0]).shape == (0, 5, 30)
-        assert torch.equal(model[0](input=x), model[0](x))
     assert z.dtype == dtype
     assert 0 < share(z, expected) < 0.03
     x[1, 2, 3] = float("nan")
@@ -220,12 +207,3 @@ def test_dense_bfloat16_is_taken_for_float32_where_int8_is_slower_or_too_far_off
     low = pruned().bfloat16()  # which has oneDNN's products anyway
     choices = nmrun.deploy(low, x.bfloat16(), precision="int8", tolerance=0.006)
     assert not any("dense bf16" in c.reason for c in choices)
-
-
-@needs_int8
-def test_a_dense_candidate_has_to_beat_torch_by_more_than_noise(
-    deploy_times: dict[str, float],
-) -> None:
-    deploy_times["dense int8"] = 0.99
-    choices = nmrun.deploy(pruned(), torch.randn(40, 80), precision="int8")
-    assert [c.path for c in choices] == [None, None]

@@ -95,6 +95,10 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return kind_of(request.param, request)
 
 
+def of_kinds(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("weighted", names, indirect=True)
+
+
 @pytest.fixture(params=WEIGHTS)
 def weighted(request: pytest.FixtureRequest) -> Kind:
     return kind_of(request.param, request)
@@ -201,20 +205,20 @@ def test_a_pickle_comes_to_a_processor_that_multiplies_no_bfloat16(
     torch.testing.assert_close(pickle.loads(stored)(x), expected)
 
 
+# torch's own is that of oneDNN
+@of_kinds(*(name for name in WEIGHTS if "onednn" not in name))
 def test_integers_are_refused(weighted: Kind) -> None:
     """The result has the dtype of the input, and would be cut off."""
     layer, (size,) = weighted.make(weighted.patterns[0]), weighted.inputs
-    if isinstance(layer, OneDNNLinear):
-        pytest.skip("torch's own")
     with pytest.raises(RuntimeError, match=r"^x of torch.uint8: packed layers take floating-point"):
         layer(torch.ones(size, dtype=torch.uint8))
 
 
+# the others have a plain weight
+@of_kinds(*(n for n in WEIGHTS if "onednn" not in n and n != "bf16 block convolution"))
 def test_a_cast_of_the_model_leaves_what_would_mean_something_else(weighted: Kind) -> None:
     """And numbers of float32 that are cast are those of the rounded weight."""
     layer, (x,) = weighted.make(weighted.patterns[0]), given(weighted)
-    if isinstance(layer, OneDNNLinear | BlockConvolution):
-        pytest.skip("a plain weight")
     dense, z = layer.dense(), layer(x)
     layer.bfloat16() if weighted.dtype == torch.float32 else layer.float()
     if isinstance(layer, PackedLinear | PackedConvolution) and not layer.MATRIX.KEPT:

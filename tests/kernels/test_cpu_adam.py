@@ -33,9 +33,7 @@ TOTAL = 12
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:
     if EXACT:
-        assert torch.equal(
-            actual.contiguous().view(torch.int32), expected.contiguous().view(torch.int32)
-        )
+        assert torch.equal(*(t.contiguous().view(torch.int32) for t in (actual, expected)))
     else:
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
@@ -106,9 +104,8 @@ def assert_steps_are_torchs(
         assert adam.plan(dict(zip(params, copies, strict=True))) == params
         adam.step()
         stock.step()
-        for p, q, update, grad, version in zip(
-            params, theirs, copies, grads, versions, strict=True
-        ):
+        every = zip(params, theirs, copies, grads, versions, strict=True)
+        for p, q, update, grad, version in every:
             assert torch.equal(p.grad, grad)
             assert p._version > version
             assert adam.state[p].keys() == stock.state[q].keys()
@@ -149,21 +146,12 @@ def begin(
     recipe: str, options: dict[str, Any]
 ) -> tuple[nn.Module, optim.Adam, nmrun.step.handle.Handle]:
     torch.manual_seed(0)
-    layers = (
-        nn.Conv2d(16, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(256, 32),
-        nn.ReLU(),
-        nn.Linear(32, 64),
-    )
-    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    first, *last = nn.Conv2d(16, 16, 3, padding=1), nn.Linear(256, 32), nn.Linear(32, 64)
+    model = nn.Sequential(first, nn.ReLU(), nn.Flatten(), last[0], nn.ReLU(), last[1])
+    model.to(memory_format=torch.channels_last)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    return (
-        model,
-        optimizer,
-        nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **{"exclude": None, **options}),
-    )
+    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, exclude=None, **options)
+    return model, optimizer, handle
 
 
 def train(
@@ -172,9 +160,8 @@ def train(
     """What is to be seen after each step."""
     seen: list[Any] = []
     for step in steps:
-        model(
-            torch.randn(4, 16, 4, 4, generator=torch.Generator().manual_seed(step))
-        ).square().mean().backward()
+        x = torch.randn(4, 16, 4, 4, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
         handle.measure_flips = step % 3 != 1
         if step == 8:
             with torch.no_grad(), handle.dense_weights():
@@ -225,10 +212,8 @@ def test_threads_share_the_work_without_a_gap(threads, monkeypatch):
         torch.manual_seed(0)
         p = nn.Parameter(torch.randn(101, 204))
         p.grad = torch.randn_like(p)
-        optimizer, update = (
-            optim.Adam([p], fused=True),
-            update_of("decayed", p.detach(), Pattern(2, 4), 1),
-        )
+        optimizer = optim.Adam([p], fused=True)
+        update = update_of("decayed", p.detach(), Pattern(2, 4), 1)
         assert optimizer.plan({p: update}) == [p]
         optimizer.step()
         results.append([p, update.projected, *optimizer.state[p].values()])
@@ -266,10 +251,8 @@ def test_what_it_leaves_to_torch(monkeypatch):
 
 def test_a_step_for_which_nothing_was_asked_is_torchs():
     p = nn.Parameter(torch.randn(8, 16))
-    optimizer, update = (
-        optim.Adam([p], fused=True),
-        update_of("nothing", p.detach(), Pattern(2, 4), 1),
-    )
+    optimizer = optim.Adam([p], fused=True)
+    update = update_of("nothing", p.detach(), Pattern(2, 4), 1)
     q = p.detach().clone().requires_grad_()
     stock = torch.optim.Adam([q], fused=True)
     before = update.projected
@@ -281,9 +264,8 @@ def test_a_step_for_which_nothing_was_asked_is_torchs():
         stock.step()
         assert_same(p, q)
         assert optimizer.state[p]["step"] == step
-        assert torch.equal(
-            update.projected, nmrun.sparsity.hard_threshold(p.detach(), "2:4") if asked else before
-        )
+        expected = nmrun.sparsity.hard_threshold(p.detach(), "2:4") if asked else before
+        assert torch.equal(update.projected, expected)
         before = update.projected.clone()
 
 
@@ -355,10 +337,9 @@ def test_a_fixed_mask_with_more_than_zeros_beside_it_is_as_the_rule_says(soft):
         model(torch.randn(2, 16)).square().sum().backward()
         optimizer.step()
     w, mask = handle.sparse[0].dense, handle.sparse[0]["mask"]
-    expected = 2 * reference.soft_threshold(w, Pattern(2, 4), 1)
-    torch.testing.assert_close(
-        model.weight.detach(), expected if soft else torch.where(mask, w, 0.25 * w)
-    )
+    shrunk = 2 * reference.soft_threshold(w, Pattern(2, 4), 1)
+    expected = shrunk if soft else torch.where(mask, w, 0.25 * w)
+    torch.testing.assert_close(model.weight.detach(), expected)
 
 
 class NewMask(STE):
@@ -452,9 +433,8 @@ class OfNumbers(TakesTurns):
 def test_gradients_are_edited_by_the_mask_of_the_weight_that_has_them(kind):
     """Without averages Adam's step is ``g / (|g| + eps)``, which shows the size of g."""
     model = nn.Linear(16, 8, bias=False)
-    optimizer = optim.AdamW(
-        model.parameters(), lr=0.1, betas=(0.0, 0.0), weight_decay=0.0, fused=True
-    )
+    options = {"betas": (0.0, 0.0), "weight_decay": 0.0, "fused": True}
+    optimizer = optim.AdamW(model.parameters(), lr=0.1, **options)
     first = model.weight.detach().clone()
     even = first.abs().unflatten(1, (-1, 4)).argsort(2, descending=True).argsort(2).flatten(1) < 2
     handle = nmrun.sparsify(model, optimizer, kind(), "2:4", exclude=None)

@@ -23,6 +23,10 @@ from nmrun.rule import Rule
 
 triton = pytest.importorskip("triton", reason="Triton comes with torch's CUDA wheels for Linux")
 
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 ARCHITECTURES = [80, 90, 100]  # Ampere, Hopper, Blackwell
 
 
@@ -31,14 +35,7 @@ ARCHITECTURES = [80, 90, 100]  # Ampere, Hopper, Blackwell
     [
         pytest.param("interpreter", "not minutes", marks=pytest.mark.slow),
         pytest.param("interpreter", "minutes", marks=pytest.mark.minutes),
-        pytest.param(
-            "device",
-            "minutes or not minutes",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-            ],
-        ),
+        pytest.param("device", "minutes or not minutes", marks=ON_GPU),
     ],
 )
 def test_against_the_reference(where, which):
@@ -118,17 +115,11 @@ def _own_cache(
 def project_one(architecture: int, ratio: str, mode: int = 0, **options: Any) -> Compiled:
     from nmrun.kernels import triton_projection
 
-    return Compiled(
-        triton_projection.project_one,
-        architecture,
-        ratio,
-        MODE=mode,
-        **{"SCALED": False, **options},
-    )
+    options = {"SCALED": False, "MODE": mode, **options}
+    return Compiled(triton_projection.project_one, architecture, ratio, **options)
 
 
 def many(kernel: Any, architecture: int, weight: Any, fields: int, **options: Any) -> Compiled:
-
     dtypes = {"WEIGHT": weight, "OUT": weight, "FIELDS": fields}
     return Compiled(kernel, architecture, "2:4", **dtypes, **options)
 
@@ -168,14 +159,8 @@ def test_the_step_of_adam():
 
     from nmrun.kernels.triton_adamw import adam_many
 
-    plainly = {
-        "DECAYED": False,
-        "SPARED": False,
-        "HAS_MASK": False,
-        "MODE": 0,
-        "COUPLED": False,
-        "FROZEN": False,
-    }
+    flags = ("DECAYED", "SPARED", "HAS_MASK", "COUPLED", "FROZEN")
+    plainly = {**dict.fromkeys(flags, False), "MODE": 0}
     built = many(adam_many, 90, tl.float32, 11, **{**plainly, "DECAYED": True})
     assert built.loads["v4.b32"] == 5 * 4  # weight, gradient, two moments, old working copy
     assert built.stores == {"v4.b32": 4 * 4}

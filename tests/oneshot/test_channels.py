@@ -133,26 +133,24 @@ class Tapped(nn.Module):
         return self.side(hidden.cumsum(-1)) + (self.layers[2](hidden) if x.sum() != 0 else 0.0)
 
 
-def test_channels_that_a_module_reads_inside_another_stay():
-    model, x = Tapped(), torch.randn(50, 8)
-    plain = copy.deepcopy(model)
-    nmrun.prune(model, [x], "ria", exclude=(), permute=True)
-    nmrun.prune(plain, [x], "ria", exclude=())
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
-
-
-def test_a_block_whose_forward_was_replaced():
-    """Its class's would be traced, and says nothing of it."""
+def replaced() -> nn.Module:
+    """Its class's forward would be traced, and says nothing of this one."""
 
     def reads_in_order(self, x):
         return self[2](self[1](self[0](x)).cumsum(-1))
 
-    block, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), torch.randn(50, 8)
+    block = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     block.forward = types.MethodType(reads_in_order, block)
-    plain = copy.deepcopy(block)
-    nmrun.prune(block, [x], "ria", exclude=(), permute=True)
+    return block
+
+
+@pytest.mark.parametrize("make", [Tapped, replaced])
+def test_channels_that_a_module_reads_inside_another_stay(make):
+    model, x = make(), torch.randn(50, 8)
+    plain = copy.deepcopy(model)
+    nmrun.prune(model, [x], "ria", exclude=(), permute=True)
     nmrun.prune(plain, [x], "ria", exclude=())
-    assert all(map(torch.equal, block.parameters(), plain.parameters()))
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
 @pytest.mark.parametrize("permute", [False, True])

@@ -66,12 +66,8 @@ def test_blocks_one_by_one_are_the_whole_network_in_order(method):
     for number, block in enumerate(model.h):
         block.register_forward_hook(lambda m, args, out, number=number: calls.append(number))
     pruned = nmrun.prune(model, tokens(), method)
-    for (name, a), b in zip(
-        model.state_dict().items(), expected.state_dict().values(), strict=True
-    ):
-        torch.testing.assert_close(
-            a, b, rtol=0, atol=0 if method != "sparsegpt" else 1e-6, msg=name
-        )
+    bound = 1e-6 if method == "sparsegpt" else 0
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=bound)
     assert [layer["name"] for layer in pruned.layers] == [
         f"h.{i}.{name}.weight"
         for i in range(3)
@@ -178,14 +174,13 @@ def test_blocks_of_any_kind_give_what_whole_passes_give(kind):
         in_order = [nn.ModuleList([block.up, block.down]) for block in in_order]
         in_order.insert(1, nn.ModuleList([expected.blocks[0].shared]))
     clones = [batch.clone() for batch in batches]
+    copied = lambda model, batch: model(batch.clone())  # noqa: E731
     method = "sparsegpt" if kind == "layer" else "wanda"  # the masks are the same there
-    by_hand(expected, in_order, clones, method, lambda model, batch: model(batch.clone()))
+    by_hand(expected, in_order, clones, method, copied)
     calls = []
     for block in model.blocks:
         block.register_forward_hook(lambda *_: calls.append(1))
-    nmrun.prune(
-        model, batches, method, exclude=(), forward=lambda model, batch: model(batch.clone())
-    )
+    nmrun.prune(model, batches, method, exclude=(), forward=copied)
     for a, b in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0 if method == "wanda" else 1e-6)
     in_chain = 3 + 4 * (3 + 2) + 2 * 8 + 4
@@ -275,14 +270,9 @@ def test_networks_of_hugging_face(kind):
         block.register_forward_hook(lambda *_: calls.append(1))
     pruned = nmrun.prune(model, batches, "wanda")
     assert len(calls) == 3 + 3 * (3 + 2) + 2 * 6 + 3
-    for (name, a), b in zip(
-        model.state_dict().items(), expected.state_dict().values(), strict=True
-    ):
-        assert torch.equal(a, b), name
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
     assert check_nm(model, "2:4", exclude="auto") == [layer["name"] for layer in pruned.layers]
-    assert not any(
-        "lm_head" in layer["name"] or "embed" in layer["name"] for layer in pruned.layers
-    )
+    assert all(layer["name"].startswith(blocks) for layer in pruned.layers)
     assert model.config.use_cache  # as it was
 
 
@@ -335,9 +325,8 @@ def test_convolutional_blocks():
 
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 16, 3), *(BasicBlock(16, 16) for _ in range(3)), nn.AdaptiveAvgPool2d(1)]
-    model = nn.Sequential(
-        layers[0], nn.Sequential(*layers[1:4]), layers[4], nn.Flatten(), nn.Linear(16, 3)
-    )
+    blocks = nn.Sequential(*layers[1:4])
+    model = nn.Sequential(layers[0], blocks, layers[4], nn.Flatten(), nn.Linear(16, 3))
     pruned = nmrun.prune(model, [torch.randn(4, 3, 12, 12)], "sparsegpt")
     assert [layer["name"] for layer in pruned.layers] == [
         f"1.{block}.conv{number}.weight" for block in range(3) for number in (1, 2)
@@ -382,11 +371,8 @@ def test_memory_is_that_of_one_block():
         gc.collect()
         tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor]
         hidden = [t for t in tensors if t.shape == (2, 12, 16)]
-        grams = [
-            t
-            for t in tensors
-            if t.dim() == 2 and t.shape[0] == t.shape[1] and t.dtype.is_floating_point
-        ]
+        square = [t for t in tensors if t.dim() == 2 and t.shape[0] == t.shape[1]]
+        grams = [t for t in square if t.dtype.is_floating_point]
         alive.append((len({t.untyped_storage().data_ptr() for t in hidden}), len(grams)))
 
     for block in model.h:
@@ -451,9 +437,8 @@ def test_inputs_without_a_batch_are_tokens():
 
 def test_overrides_and_include():
     model = gpt()
-    pruned = nmrun.prune(
-        model, tokens(), include=r"h\.\d.*", overrides={r".*c_fc": "1:8", r"h\.0\..*": "dense"}
-    )
+    overrides = {r".*c_fc": "1:8", r"h\.0\..*": "dense"}
+    pruned = nmrun.prune(model, tokens(), include=r"h\.\d.*", overrides=overrides)
     ratios = {layer["name"]: layer["pattern"] for layer in pruned.layers}
     assert ratios["h.1.mlp.c_fc.weight"] == "1:8"
     assert ratios["h.2.attn.c_attn.weight"] == "2:4"
@@ -469,9 +454,7 @@ def test_asp_keeps_the_mask_of_the_pruned_weights():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     nmrun.sparsify(model, optimizer, "asp", "2:4", exclude="auto", prune_at=0.0)
     for batch in tokens():
-        functional.cross_entropy(
-            model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten()
-        ).backward()
+        model(batch).square().mean().backward()
         optimizer.step()
     for name, parameter in model.named_parameters():
         if name in zeros and parameter.dim() == 2:
@@ -516,7 +499,5 @@ def test_inputs_that_are_not_finite_are_said_with_their_layer():
     model = gpt()
     with torch.no_grad():
         model.h[1].ln_2.weight[0] = torch.inf
-    with pytest.raises(
-        RunError, match=r"h\.1\.mlp\.c_fc\.weight: its weight or calibration inputs"
-    ):
+    with pytest.raises(RunError, match=r"h\.1\.mlp\.c_fc\.weight: its weight or calibration in"):
         nmrun.prune(model, tokens())

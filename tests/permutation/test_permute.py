@@ -15,6 +15,7 @@ from runs import build_noisy, config, kill, outcome
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.resnet import BasicBlock
+from training import by_sgd
 
 import nmrun
 from nmrun.lab import models
@@ -43,12 +44,10 @@ def layers_of(
 ) -> list[tuple[Tensor, Pattern]]:
     generator = torch.Generator().manual_seed(seed)
     layers = []
-    for row_count, text in parts:
+    for rows, text in parts:
         pattern = Pattern.parse(text)
-        pattern = pattern.over(channels) if pad else pattern
-        layers.append(
-            (torch.randn(row_count, channels, generator=generator, dtype=torch.float64), pattern)
-        )
+        matrix = torch.randn(rows, channels, generator=generator, dtype=torch.float64)
+        layers.append((matrix, pattern.over(channels) if pad else pattern))
     return layers
 
 
@@ -108,14 +107,10 @@ def test_what_no_order_improves_stays(find):
     matrix = layers_of((4, "1:4"), channels=16)[0][0]
     broken = matrix.clone()
     broken[0, 0] = torch.nan
-    for weight, text in [
-        (matrix, "4:4"),
-        (torch.ones(4, 16), "1:4"),
-        (torch.zeros(4, 16), "1:4"),
-        (broken, "1:4"),
-        (matrix, "2:16"),
-    ]:
-        assert torch.equal(find([(weight, Pattern.parse(text))]), torch.arange(16))
+    for weight in (torch.ones(4, 16), torch.zeros(4, 16), broken):
+        assert torch.equal(find([(weight, Pattern(1, 4))]), torch.arange(16))
+    for pattern in (Pattern(4, 4), Pattern(2, 16)):
+        assert torch.equal(find([(matrix, pattern)]), torch.arange(16))
 
 
 # --- the network ----------------------------------------------------------------------------------
@@ -148,11 +143,8 @@ class Branches(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3)
         self.left, self.right = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
-        self.after, self.last, self.fc = (
-            nn.Conv2d(16, 8, 1),
-            nn.Conv2d(8, 5, 1),
-            nn.Linear(8 * 4, 5),
-        )
+        self.after, self.last = nn.Conv2d(16, 8, 1), nn.Conv2d(8, 5, 1)
+        self.fc = nn.Linear(8 * 4, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x).relu()
@@ -168,18 +160,12 @@ class Assorted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.one_group, self.depthwise = (
-            nn.Conv2d(3, 8, 3),
-            nn.GroupNorm(1, 8),
-            nn.Conv2d(8, 8, 3, groups=8),
-        )
+        self.stem, self.one_group = nn.Conv2d(3, 8, 3), nn.GroupNorm(1, 8)
+        self.depthwise = nn.Conv2d(8, 8, 3, groups=8)
         self.squeeze, self.excite = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
         self.twice, self.narrow = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
-        self.two_groups, self.grouped, self.pool = (
-            nn.GroupNorm(2, 8),
-            nn.Conv2d(8, 8, 1, groups=2),
-            nn.AdaptiveMaxPool2d(2),
-        )
+        self.two_groups, self.grouped = nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 1, groups=2)
+        self.pool = nn.AdaptiveMaxPool2d(2)
         self.mix = nn.Conv2d(8, 8, 1)
         self.norm, self.wide = nn.BatchNorm1d(32), nn.Linear(32, 16)
         self.layer_norm, self.fc = nn.LayerNorm(16), nn.Linear(16, 5)
@@ -207,10 +193,8 @@ class Series(nn.Module):
         return F.max_pool2d(x, (1, 2)).mean(2)
 
 
-IMAGES, TOKENS = (
-    torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(9)),
-    torch.arange(24).view(3, 8) % 11,
-)
+IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(9))
+TOKENS = torch.arange(24).view(3, 8) % 11
 # the network, its input, which layers' inputs can be reordered, and why others cannot
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor, set[str], dict[str, str]]] = {
     "small_conv": (
@@ -275,15 +259,8 @@ def test_what_can_be_reordered_and_what_cannot(name):
 def sparsified(
     model: nn.Module, optimizer: torch.optim.Optimizer, pattern: str = "2:4", **options: Any
 ) -> nmrun.Handle:
-    return nmrun.sparsify(
-        model,
-        optimizer,
-        "asp",
-        pattern,
-        total_steps=1000,
-        permute=True,
-        **{"exclude": None, **options},
-    )
+    options = {"permute": True, "exclude": None, **options}
+    return nmrun.sparsify(model, optimizer, "asp", pattern, total_steps=1000, **options)
 
 
 def shuffled(layers: Any) -> Tensor:
@@ -297,36 +274,27 @@ def test_the_network_computes_the_same(name, search, monkeypatch):
     model, x = network(name)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     handle = sparsified(model, optimizer, "1:4")
+
+    def kept() -> float:
+        matrices = (w.dense.movedim(1, -1).flatten(0, -2) for w in handle.sparse)
+        return sum(kept_magnitude([(matrix, Pattern(1, 4))]) for matrix in matrices)
+
     monkeypatch.setattr(permute, "best_order", search)
     before, weights = outputs(model, x), [w.dense.detach().clone() for w in handle.sparse]
-    magnitudes = [
-        kept_magnitude([(w.movedim(1, -1).flatten(0, -2), Pattern(1, 4))]) for w in weights
-    ]
+    magnitude, movable = kept(), NETWORKS[name][2]
     sentences = permute_inputs(handle.sparse, handle.recipe.channels, optimizer, [])
     for now, then in zip(outputs(model, x), before, strict=True):
         torch.testing.assert_close(now, then, rtol=1e-10, atol=1e-12)
-    moved = {
-        w.module_name
-        for w, old in zip(handle.sparse, weights, strict=True)
-        if not torch.equal(w.dense, old)
-    }
+    pairs = zip(handle.sparse, weights, strict=True)
+    moved = {w.module_name for w, old in pairs if not torch.equal(w.dense, old)}
     listing = sentences[0].removeprefix("input channels permuted of ").partition(": ")[0]
-    assert {reader.removesuffix(".weight") for reader in listing.split(", ")} <= moved & NETWORKS[
-        name
-    ][2]
+    assert {reader.removesuffix(".weight") for reader in listing.split(", ")} <= moved & movable
     if search is shuffled:
         sizes = {key: channels.size for key, channels in handle.recipe.channels.items()}
-        assert (
-            moved
-            >= {w.module_name for w in handle.sparse if sizes.get(w.module_name) == w.shape[1]}
-            & NETWORKS[name][2]
-        )
+        whole = {w.module_name for w in handle.sparse if sizes.get(w.module_name) == w.shape[1]}
+        assert moved >= whole & movable
     else:
-        new = [
-            kept_magnitude([(w.dense.movedim(1, -1).flatten(0, -2), Pattern(1, 4))])
-            for w in handle.sparse
-        ]
-        assert sum(new) > sum(magnitudes)
+        assert kept() > magnitude
 
 
 @pytest.mark.parametrize("update", ["sgd", "adam", "adamw"])
@@ -395,9 +363,8 @@ class Factored(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                self.state[p]["rows"] = (
-                    p.detach().flatten(1).sum(1) if p.dim() > 1 else torch.zeros(())
-                )
+                rows = p.detach().flatten(1).sum(1) if p.dim() > 1 else torch.zeros(())
+                self.state[p]["rows"] = rows
         super().step()
 
 
@@ -413,9 +380,8 @@ class Flips(nn.Sequential):
 
 
 def trained_at(model: nn.Module, *names: str) -> torch.optim.Optimizer:
-    return torch.optim.SGD(
-        [p for name, p in model.named_parameters() if name not in names], 0.1, momentum=0.9
-    )
+    owned = [p for name, p in model.named_parameters() if name not in names]
+    return torch.optim.SGD(owned, 0.1, momentum=0.9)
 
 
 def tie(model: nn.Sequential) -> nn.Module:
@@ -468,13 +434,9 @@ def test_what_is_not_understood_is_left_alone_and_said(change, make, moving, sen
     y, weights = model(x), {w.module_name: w.dense.detach().clone() for w in handle.sparse}
     sentences = permute_inputs(handle.sparse, handle.recipe.channels, optimizer, [])
     torch.testing.assert_close(model(x), y)
-    assert any(f"input channels not permuted of {sentence}" in line for line in sentences), (
-        sentences
-    )
-    columns_moved = {
-        w.module_name for w in handle.sparse if moved_columns(weights[w.module_name], w.dense)
-    }
-    assert columns_moved == moving
+    assert any(f"input channels not permuted of {sentence}" in line for line in sentences)
+    now = {w.module_name: w.dense for w in handle.sparse}
+    assert {name for name in now if moved_columns(weights[name], now[name])} == moving
 
 
 def test_a_group_with_positions_of_several_channels_is_left_alone():
@@ -483,13 +445,8 @@ def test_a_group_with_positions_of_several_channels_is_left_alone():
     """
     for pattern, moves in [("1:8", False), ("1:2", True)]:
         torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Conv2d(3, 8, 3),
-            nn.AdaptiveMaxPool2d((2, 1)),
-            nn.Flatten(),
-            nn.Linear(16, 8),
-            nn.Linear(8, 8),
-        )
+        layers = nn.Conv2d(3, 8, 3), nn.AdaptiveMaxPool2d((2, 1)), nn.Flatten()
+        model = nn.Sequential(*layers, nn.Linear(16, 8), nn.Linear(8, 8))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         handle = sparsified(model, optimizer, pattern, include=["3", "4"])
         sentences = permute_inputs(handle.sparse, handle.recipe.channels, optimizer, [])
@@ -513,23 +470,13 @@ def test_a_model_that_cannot_be_traced_is_pruned_as_without(wrap):
     tensors = []
     for option in (True, False):
         model = wrap(chain())
-        handle = nmrun.sparsify(
-            model,
-            torch.optim.SGD(model.parameters(), 0.1),
-            "asp",
-            "2:4",
-            prune_at=0,
-            include=".*[24]",
-            permute=option,
-            exclude=None,
-        )
+        _, handle = by_sgd(model, "asp", "2:4", prune_at=0, include=".*[24]", permute=option)
         tensors.append(list(model.state_dict().values()))
         events = [str(event) for event in handle.pop_events() if "permute" in str(event)]
         assert len(events) == option
-        assert not option or (
-            events[0].startswith("no channels will be permuted: the model ")
-            and "\n" not in events[0]
-        )
+        for event in events:
+            assert event.startswith("no channels will be permuted: the model ")
+            assert "\n" not in event
     assert all(map(torch.equal, *tensors))
 
 
@@ -538,9 +485,8 @@ def test_several_processes(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     model = chain()
     handle = sparsified(model, torch.optim.SGD(model.parameters(), 0.1))
-    assert list(map(str, handle.pop_events())) == [
-        "no channels will be permuted: several processes train the model"
-    ]
+    (event,) = handle.pop_events()
+    assert str(event) == "no channels will be permuted: several processes train the model"
 
 
 # --- ASP ------------------------------------------------------------------------------------------
@@ -572,19 +518,12 @@ def test_pruning_keeps_more_and_the_pattern_holds():
         dense.append([w.dense.detach().clone() for w in handle.sparse])
         model, handle, events = asp(permuting, 5)
         magnitudes.append([float(w.weight.abs().sum()) for w in handle.sparse])
-        asp_says = [
-            sentence
-            for sentence in events
-            if "input channels permuted of inner.0.weight, inner.1.weight" in sentence
-        ]
-        assert len(asp_says) == permuting
-        assert not permuting or asp_says[0].startswith("step 5: ")
+        told = "step 5: input channels permuted of inner.0.weight, inner.1.weight"
+        assert sum(event.startswith(told) for event in events) == permuting
         model, handle, _ = asp(permuting, 8)
         handle.finalize()
-        assert nmrun.sparsity.check_nm(model, "1:4", include="inner.*", exclude=None) == [
-            "inner.0.weight",
-            "inner.1.weight",
-        ]
+        names = nmrun.sparsity.check_nm(model, "1:4", include="inner.*", exclude=None)
+        assert names == ["inner.0.weight", "inner.1.weight"]
     assert all(map(torch.equal, *dense))  # up to the pruning it makes no difference
     assert all(more > less for less, more in zip(*magnitudes, strict=True))
 
@@ -616,10 +555,7 @@ def test_masks_that_are_remembered_follow():
     those after, counted by hand.
     """
     model, x = network("small_conv")
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    handle = nmrun.sparsify(
-        model, optimizer, "asp", "1:4", 2, permute=True, include="inner.*", exclude=None
-    )
+    optimizer, handle = by_sgd(model, "asp", "1:4", 2, lr=0.0, permute=True, include="inner.*")
     masks = {w.name: nmrun.sparsity.nm_mask(w.dense, "1:4") for w in handle.sparse}
     reordered = network("small_conv")[0]
 
@@ -645,17 +581,11 @@ def test_a_run_killed_around_the_pruning_ends_with_the_same_bits(tmp_path, monke
     it, and later.
     """
     monkeypatch.setattr(models, "build", build_noisy)
-    overrides = (
-        "recipe=asp",
-        "recipe.prune_at=0.58",
-        "recipe.permute=true",
-        "model.exclude=[stem,head.*]",
-    )
-
+    overrides = ("recipe=asp", "recipe.prune_at=0.58", "recipe.permute=true")
+    overrides += ("model.exclude=[stem,head.*]",)
     alone = outcome(config(tmp_path / "alone", *overrides))
-    assert any(
-        "input channels permuted of inner.0.weight" in event["sentence"] for event in alone.events
-    )
+    sentences = [event["sentence"] for event in alone.events]
+    assert any("input channels permuted of inner.0.weight" in each for each in sentences)
     for step in (5, 7, 10):
         cfg = config(tmp_path / f"cut{step}", *overrides)
         kill(cfg, TrainingSteps, "train_step", step)

@@ -39,13 +39,8 @@ def begin(
 ) -> tuple[Two, torch.optim.Optimizer, Handle]:
     model = Two()
     optimizer = nmrun.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, beta2), eps=EPS)
-    return (
-        model,
-        optimizer,
-        nmrun.sparsify(
-            model, optimizer, "step", "2:4", TOTAL, switch=switch, **{"exclude": None, **hyper}
-        ),
-    )
+    options = {"switch": switch, "exclude": None, **hyper}
+    return model, optimizer, nmrun.sparsify(model, optimizer, "step", "2:4", TOTAL, **options)
 
 
 def one_step(model: Two, optimizer: torch.optim.Optimizer, grads: list[float]) -> None:

@@ -10,6 +10,7 @@ import torch
 from reference import LR, TOTAL, ByHand, Net, data, top, train_step
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from training import by_sgd
 
 import nmrun
 from nmrun.errors import ConfigError
@@ -77,14 +78,11 @@ def test_lbc():
 
     reference = ByHand(Net().used, lambda t, i, w: w * hand.mask(t, i, w), edit)
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(model, optimizer, "lbc", "2:4", TOTAL, t_f=0.6, exclude=None)
+    optimizer, handle = by_sgd(model, "lbc", "2:4", TOTAL, lr=LR, t_f=0.6)
     batches = data(2)
     counts = []
     for t in range(TOTAL):
-        torch.testing.assert_close(
-            model.used, reference.used, rtol=1e-9, atol=1e-12, msg=lambda m, t=t: f"step {t}: {m}"
-        )
+        torch.testing.assert_close(model.used, reference.used, rtol=1e-9, atol=1e-12)
         counts.append(handle.metrics()["lbc/candidates"])
         assert handle.is_sparse == (counts[-1] == 1)
         train_step(model, optimizer, batches(t))
@@ -98,8 +96,7 @@ def test_lbc():
 
 def test_lbc_of_one_step_decides_by_its_gradient():
     hand, model = LBCByHand(Net().used, t_f=1), Net()
-    optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(model, optimizer, "lbc", "2:4", 1, exclude=None)
+    optimizer, handle = by_sgd(model, "lbc", "2:4", 1, lr=LR)
     reference = ByHand(
         Net().used,
         lambda t, i, w: w * hand.mask(t, i, w),
@@ -115,9 +112,7 @@ def test_lbc_of_one_step_decides_by_its_gradient():
 
 def test_lbc_ends_early_with_its_best_candidate():
     model = nn.Sequential(nn.Linear(4, 1, bias=False))
-    handle = nmrun.sparsify(
-        model, torch.optim.SGD(model.parameters(), 0.1), "lbc", "2:4", 10, exclude=None
-    )
+    _, handle = by_sgd(model, "lbc", "2:4", 10)
     (weight,) = handle.sparse
     with torch.no_grad():
         # the third is {0, 3}
@@ -132,12 +127,8 @@ def test_lbc_ends_early_with_its_best_candidate():
 
 def maskllm(total: int = 6, **options: float) -> tuple[Net, torch.optim.Optimizer, nmrun.Handle]:
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), LR)
-    return (
-        model,
-        optimizer,
-        nmrun.sparsify(model, optimizer, "maskllm", "2:4", total, **{"exclude": None, **options}),
-    )
+    optimizer, handle = by_sgd(model, "maskllm", "2:4", total, lr=LR, **options)
+    return model, optimizer, handle
 
 
 def test_maskllm_s_logits_get_the_gradient_of_its_objective():
@@ -201,29 +192,21 @@ def test_the_prior_prefers_large_weights():
         dense, logits = weight.dense, handle.recipe.scores(weight)
         masks = top(dense, 2, 4).reshape(*logits.shape[:-1], 4)
         for place in itertools.product(*map(range, logits.shape[:-1])):
-            assert (
-                sorted(MASKS[int(logits[place].argmax())])
-                == masks[place].nonzero().flatten().tolist()
-            )
+            likeliest = sorted(MASKS[int(logits[place].argmax())])
+            assert likeliest == masks[place].nonzero().flatten().tolist()
 
 
 def test_the_prior_prefers_the_masks_of_a_pruned_network(tmp_path):
     """Of a file: the smallest weights here, which no magnitude would keep. The dense weights stay."""
-    masks = {
-        f"{name}.weight": top(1 / Net()[int(name)].weight.detach(), 2, 4) for name in ("0", "2")
-    }
-    pruned = {
-        name: weight * masks.get(name, torch.ones_like(weight))
-        for name, weight in Net().state_dict().items()
-    }
+    masks = {f"{i}.weight": top(1 / Net()[i].weight.detach(), 2, 4) for i in (0, 2)}
+    pruned = {name: weight * masks.get(name, 1) for name, weight in Net().state_dict().items()}
     save_file(pruned, tmp_path / "model.safetensors")
     for place in (tmp_path, tmp_path / "model.safetensors"):
         _, _, handle = maskllm(dense=0.0, prior=50.0, masks=str(place))
         for weight in handle.sparse:
             assert torch.equal(weight.dense, Net().get_parameter(weight.name))
-            assert torch.equal(
-                handle.final_weight(weight), torch.where(masks[weight.name] > 0, weight.dense, 0.0)
-            )
+            left = torch.where(masks[weight.name] > 0, weight.dense, 0.0)
+            assert torch.equal(handle.final_weight(weight), left)
     with pytest.raises(ConfigError, match=r"masks=.*: 0.weight is not 2:4 there: it keeps 4"):
         save_file(Net().state_dict(), tmp_path / "model.safetensors")
         maskllm(dense=0.0, masks=str(tmp_path))
@@ -239,11 +222,8 @@ def test_the_prior_prefers_the_masks_of_a_pruned_network(tmp_path):
 def test_every_weight_and_step_has_noise_of_its_own():
     """Of equal logits the blend is the noise's."""
     model = nn.Sequential(*(nn.Linear(4, 1, bias=False) for _ in range(80)))
-    optimizer = torch.optim.SGD(model.parameters(), LR)
-    recipe = (
-        handle := nmrun.sparsify(model, optimizer, "maskllm", "2:4", 1000, dense=0.0, exclude=None)
-    ).recipe
-    blends = []
+    _, handle = by_sgd(model, "maskllm", "2:4", 1000, dense=0.0)
+    recipe, blends = handle.recipe, []
     for step in (0, 1, 500):
         for weight in handle.sparse:
             recipe.scores(weight).data.zero_()

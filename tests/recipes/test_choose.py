@@ -9,7 +9,7 @@ import pytest
 import torch
 from reference import DECAY, LR, TOTAL, ByHand, Net, data, train_step
 from torch import Tensor, nn
-from training import bits, everything, net, train
+from training import bits, by_sgd, everything, net, train
 
 import nmrun
 from nmrun.errors import RunError
@@ -63,8 +63,7 @@ class Alternates(Recipe):
 
 def test_a_mask_that_keeps_too_many_is_named_at_the_end():
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    handle = nmrun.sparsify(model, optimizer, Whole(), exclude=None)
+    optimizer, handle = by_sgd(model, Whole())
     optimizer.step()
     with pytest.raises(RunError, match=r"^0\.weight is not 2:4 after step 1"):
         handle.finalize()
@@ -111,9 +110,7 @@ def test_an_object_is_what_its_name_and_hyperparameters_are():
     for recipe, options in (("step", {"switch": 0.25, "decay": 0.1}), (STEP(0.25, decay=0.1), {})):
         model = net()
         optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02)
-        handle = nmrun.sparsify(
-            model, optimizer, recipe, "2:4", TOTAL, **{"exclude": None, **options}
-        )
+        handle = nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, exclude=None, **options)
         train(model, optimizer, range(TOTAL))
         results.append((everything(model, optimizer, handle), handle.pop_events()))
     assert results[0] == results[1]

@@ -8,26 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from reference import LR, TOTAL, ByHand, Net, data, follow, top, transposable
+from reference import (
+    LR,
+    TOTAL,
+    ByHand,
+    Net,
+    data,
+    follow,
+    largest_in_blocks,
+    top,
+    train_step,
+    transposable,
+)
 from torch import Tensor, nn
+from training import by_sgd
 
 import nmrun
 from nmrun.lab.train.flops import densities
 
-# all 4 x 4 masks with two in each row and column
-
 
 def in_blocks(w: Tensor) -> Tensor:
-    """4:2:8, by trying all choices of four columns, and of two of them in each row."""
-    mask = torch.zeros_like(w)
-    for r, c in itertools.product(range(0, w.shape[0], 4), range(0, w.shape[1], 8)):
-        size = w[r : r + 4, c : c + 8].abs()
-        four = max(itertools.combinations(range(8), 4), key=lambda of: float(size[:, of].sum()))
-        for row in range(4):
-            two = max(itertools.combinations(four, 2), key=lambda of: float(size[row, of].sum()))
-            for column in two:
-                mask[r + row, c + column] = 1
-    return mask
+    return largest_in_blocks(w, "4:2:8").to(w.dtype)
 
 
 class Held:
@@ -47,29 +48,24 @@ class Held:
 @pytest.mark.parametrize("interval", [1, 3])
 def test_ste(interval, gradient):
     mask = Held(lambda w: top(w, 2, 4), interval)
-    edit = lambda t, i, w, g: g * mask(t, i, w) if gradient == "masked" else g  # noqa: E731
-    model = follow(
-        "ste_periodic",
-        ByHand(Net().used, lambda t, i, w: w * mask(t, i, w), edit),
-        interval=interval,
-        gradient=gradient,
+    hand = ByHand(
+        Net().used,
+        lambda t, i, w: w * mask(t, i, w),
+        lambda t, i, w, g: g * mask(t, i, w) if gradient == "masked" else g,
     )
+    model = follow("ste_periodic", hand, interval=interval, gradient=gradient)
     nmrun.sparsity.check_nm(model, "2:4", exclude=None)
 
 
 @pytest.mark.parametrize("interval", [1, 4])
 def test_t_sr_ste(interval):
     mask = Held(transposable, interval)
-
-    def edit(t, i, w, g):
-        return g + 0.3 * (1 - mask(t, i, w)) * w
-
-    model = follow(
-        "t_sr_ste",
-        ByHand(Net().used, lambda t, i, w: w * mask(t, i, w), edit),
-        interval=interval,
-        decay=0.3,
+    hand = ByHand(
+        Net().used,
+        lambda t, i, w: w * mask(t, i, w),
+        lambda t, i, w, g: g + 0.3 * (1 - mask(t, i, w)) * w,
     )
+    model = follow("t_sr_ste", hand, interval=interval, decay=0.3)
     nmrun.sparsity.check_nm(model, "2:4", exclude=None)
     for layer in (model[0], model[2]):
         nmrun.sparsity.check_nm(layer.weight.detach().T, "2:4")  # along the outputs too
@@ -99,11 +95,9 @@ def test_other_masks_for_recipes_that_keep_the_largest(recipe, hyperparameters, 
     def edit(t, i, w, g):
         if recipe == "asp":
             return g if t < pruned_at else g * fixed(0, i, w)
-        return (
-            g * mask(t, i, w)
-            if recipe == "ste_periodic" and "gradient" not in hyperparameters
-            else g + hyperparameters.get("decay", 0) * (1 - mask(t, i, w)) * w
-        )
+        if recipe == "ste_periodic" and "gradient" not in hyperparameters:
+            return g * mask(t, i, w)
+        return g + hyperparameters.get("decay", 0) * (1 - mask(t, i, w)) * w
 
     hand = ByHand(Net().used, forward, edit)
     if find is in_blocks:
@@ -123,17 +117,12 @@ def test_step_learns_transposable_masks():
         model, optimizer, "step", "2:4", 6, switch=0.5, input_gradient="transposable", exclude=None
     )
     for t in range(6):
-        assert (
-            densities(handle.recipe, handle.sparse[0], t, hardware=True)[:2]
-            == ((1.0, 1.0), (0.5, 0.5))[t >= 3]
-        )
+        density = 0.5 if t >= 3 else 1.0
+        assert densities(handle.recipe, handle.sparse[0], t, hardware=True)[:2] == (density,) * 2
         for w in handle.sparse:
-            assert torch.equal(
-                w.weight, w.dense * transposable(w.dense.detach()) if t >= 3 else w.dense
-            )
-            assert torch.equal(
-                nmrun.sparsity.metrics.mask_of(w, handle.recipe), transposable(w.dense).bool()
-            )
+            mask = transposable(w.dense.detach())
+            assert torch.equal(w.weight, w.dense * mask if t >= 3 else w.dense)
+            assert torch.equal(nmrun.sparsity.metrics.mask_of(w, handle.recipe), mask.bool())
         model(data(1)(t)[0][0]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -143,27 +132,18 @@ def test_step_learns_transposable_masks():
 def test_who_has_masks_of_its_own_keeps_them(recipe):
     model = nn.Sequential(nn.Linear(8, 8))
     optimizer = nmrun.optim.Adam(model.parameters())
-    with pytest.raises(
-        ValueError,
-        match=rf"^{recipe} has masks of its own: transposable ones",
+    for value, message in (
+        ("transposable", rf"^{recipe} has masks of its own: transposable ones"),
+        ("dense", "input_gradient=dense: it takes one of exact, transposable, double_prune, mvue"),
     ):
-        nmrun.sparsify(
-            model, optimizer, recipe, "2:4", 10, input_gradient="transposable", exclude=None
-        )
-    with pytest.raises(
-        ValueError,
-        match="input_gradient=dense: it takes one of exact, transposable, double_prune, mvue",
-    ):
-        nmrun.sparsify(model, optimizer, recipe, "2:4", 10, input_gradient="dense", exclude=None)
+        with pytest.raises(ValueError, match=message):
+            nmrun.sparsify(model, optimizer, recipe, "2:4", 10, input_gradient=value, exclude=None)
 
 
 def test_the_dense_end_is_dense_and_not_called_sparse():
     mask = Held(transposable, 40)
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(
-        model, optimizer, "t_sr_ste", "2:4", 6, dense_end=0.5, decay=0.3, exclude=None
-    )
+    optimizer, handle = by_sgd(model, "t_sr_ste", "2:4", 6, lr=LR, dense_end=0.5, decay=0.3)
     hand = ByHand(
         Net().used,
         lambda t, i, w: w * mask(0, i, w) if t < 3 else w,
@@ -172,9 +152,7 @@ def test_the_dense_end_is_dense_and_not_called_sparse():
     batches = data(1)
     for t in range(6):
         assert handle.is_sparse == (t < 3)
-        ((model(batches(t)[0][0]) - batches(t)[0][1]).square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batches(t))
         hand.step(batches(t))
     assert not any(layer["holds"] for layer in handle.report()["layers"])
     handle.finalize()
@@ -187,26 +165,19 @@ def test_the_dense_end_is_dense_and_not_called_sparse():
 )
 def test_a_dense_end_of_nearly_no_or_all_steps(dense_end, steps, sparse):
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(
-        model, optimizer, "t_sr_ste", "2:4", steps, dense_end=dense_end, exclude=None
-    )
+    optimizer, handle = by_sgd(model, "t_sr_ste", "2:4", steps, lr=LR, dense_end=dense_end)
     batches, were_sparse = data(1), []
     for t in range(steps):
         were_sparse.append(handle.is_sparse)
         assert handle.recipe.planned_dense(t) != handle.is_sparse
-        ((model(batches(t)[0][0]) - batches(t)[0][1]).square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batches(t))
     assert were_sparse == [t < sparse for t in range(steps)]
     assert not any(layer["holds"] for layer in handle.report()["layers"])
 
 
 def test_transposable_at_every_kernel_position():
     model = nn.Sequential(nn.Conv2d(8, 4, 3))
-    handle = nmrun.sparsify(
-        model, torch.optim.SGD(model.parameters(), 0.1), "t_sr_ste", "2:4", 10, exclude=None
-    )
+    _, handle = by_sgd(model, "t_sr_ste", "2:4", 10)
     dense = handle.sparse[0].dense.detach()
     for y, x in itertools.product(range(3), range(3)):
         assert torch.equal(model[0].weight[:, :, y, x] != 0, transposable(dense[:, :, y, x]).bool())
@@ -218,25 +189,17 @@ def test_transposable_at_every_kernel_position():
 )
 def test_a_layer_whose_outputs_do_not_fit_stays_dense(recipe, input_gradient):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    handle = nmrun.sparsify(
-        model, optimizer, recipe, "2:4", 10, input_gradient=input_gradient, exclude=None
-    )
+    _, handle = by_sgd(model, recipe, "2:4", 10, input_gradient=input_gradient)
     assert [w.name for w in handle.sparse] == ["0.weight"]
-    assert (
-        handle.left_dense[0].reason
-        == "6 outputs are not a multiple of 4, which a transposable mask needs"
-    )
+    reason = "6 outputs are not a multiple of 4, which a transposable mask needs"
+    assert handle.left_dense[0].reason == reason
 
 
 @pytest.mark.parametrize(("outputs", "fits"), [(16, False), (32, True)])
 def test_transposable_within_the_groups_of_a_convolution(outputs, fits):
     """The input gradient sums over the outputs of one group alone."""
     model = nn.Sequential(nn.Conv2d(64, outputs, 1, groups=8), nn.Conv2d(outputs, 8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    handle = nmrun.sparsify(
-        model, optimizer, "ste", "2:4", input_gradient="transposable", exclude=None
-    )
+    _, handle = by_sgd(model, "ste", "2:4", input_gradient="transposable")
     assert ("0.weight" in [w.name for w in handle.sparse]) == fits
     if fits:
         kept = (model[0].weight != 0).view(8, 4, 8).sum(1)
@@ -247,8 +210,7 @@ def test_transposable_within_the_groups_of_a_convolution(outputs, fits):
 
 def test_a_copy_keeps_the_mask_of_what_it_averages():
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    handle = nmrun.sparsify(model, optimizer, "ste_periodic", "2:4", 10, interval=2, exclude=None)
+    optimizer, handle = by_sgd(model, "ste_periodic", "2:4", 10, lr=0.0, interval=2)
     with handle.dense_weights(), torch.no_grad():
         model[0].weight.copy_(model[0].weight.flip(1))
         ema = copy.deepcopy(model)

@@ -7,8 +7,7 @@ import torch
 from reference import LR, Net, data, train_step
 from test_candidates import MASKS, maskllm
 from torch import Tensor, nn
-
-import nmrun
+from training import by_sgd
 
 
 def rows(numbers: Tensor) -> Tensor:
@@ -27,8 +26,7 @@ def test_of_equal_scores_lbc_keeps_the_larger_weights(dtype):
     """Inputs that are always 0, as behind a dead ReLU, give every candidate the same score."""
     layer = nn.Linear(16, 4, bias=False).to(dtype)
     model = nn.Sequential(layer)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    handle = nmrun.sparsify(model, optimizer, "lbc", "2:4", 10, t_f=0.5, exclude=None)
+    optimizer, handle = by_sgd(model, "lbc", "2:4", 10, t_f=0.5)
     expected = layer.weight.detach().abs().reshape(-1, 4).argsort(1, descending=True)[:, :2]
     for _ in range(10):
         model(torch.zeros(3, 16, dtype=dtype)).sum().backward()
@@ -49,8 +47,7 @@ def test_of_equal_scores_lbc_keeps_the_larger_weights(dtype):
 def test_flips_are_of_the_candidates_with_the_best_scores(recipe, rate, options):
     """Until the end too, so that no jump comes with the last step."""
     model, total = Net(), 10
-    optimizer = torch.optim.SGD(model.parameters(), rate * LR)
-    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", total, **{"exclude": None, **options})
+    optimizer, handle = by_sgd(model, recipe, "2:4", total, lr=rate * LR, **options)
 
     def best():
         masks = []
@@ -124,8 +121,7 @@ def test_evaluation_is_by_the_likeliest_masks():
 def test_a_weight_of_one_group_that_keeps_all_stays_as_it_is():
     layer = nn.Linear(4, 1)
     before = layer.weight.detach().clone()
-    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
-    handle = nmrun.sparsify(layer, optimizer, "maskllm", "4:4", 3, dense=0.0, exclude=None)
+    optimizer, handle = by_sgd(layer, "maskllm", "4:4", 3, dense=0.0)
     for _ in range(3):
         assert torch.equal(layer.weight.detach(), before)
         layer(torch.ones(2, 4)).square().sum().backward()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from reference import LR, TOTAL, ByHand, Net, data, follow, top, train_step
 from torch import nn
+from training import by_sgd
 
 import nmrun
 from nmrun.errors import RunError
@@ -91,10 +92,7 @@ def test_paths_of_patterns():
 def test_the_weight_a_run_would_leave_is_always_nm():
     for recipe in ("mdgf_linear", "sdgf_stepwise"):
         model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), 0.0)
-        handle = nmrun.sparsify(
-            model, optimizer, recipe, "1:4", 10, dense=0.2, final=0.3, exclude=None
-        )
+        optimizer, handle = by_sgd(model, recipe, "1:4", 10, lr=0.0, dense=0.2, final=0.3)
         for _ in range(4):
             used = model.used
             assert all(layer["holds"] for layer in handle.report()["layers"])
@@ -117,7 +115,7 @@ def test_the_weight_a_run_would_leave_is_always_nm():
             "mdgf_linear",
             "2:4",
             {"dense": 0.5, "final": 0.6},
-            "fractions of one run: at most 1 together",
+            "fractions of one run: at most 1 toget",
         ),
         ("mdgf_linear", "2:4", {"final": 0.0}, "final=0.0: it takes a number above 0"),
         ("mdgf_exponential", "2:4", {"tau": -1.0}, "tau"),
@@ -131,14 +129,7 @@ def test_refused(recipe, pattern, options, words):
     model = Net()
     before = model.state_dict()
     with pytest.raises(ValueError, match=words):
-        nmrun.sparsify(
-            model,
-            torch.optim.SGD(model.parameters(), 0.1),
-            recipe,
-            pattern,
-            10,
-            **{"exclude": None, **options},
-        )
+        by_sgd(model, recipe, pattern, 10, **options)
     assert model.state_dict().keys() == before.keys()
 
 
@@ -162,10 +153,7 @@ def test_the_coarsest_pattern_has_to_fit_a_group_of_a_transposed_convolution(pad
 def test_a_step_is_trained_at_the_pattern_whatever_final_is(recipe):
     """A hundredth of ten steps is none of them, and the last one is still N:M."""
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(
-        model, optimizer, recipe, "1:4", TOTAL, dense=0.2, final=0.01, exclude=None
-    )
+    optimizer, handle = by_sgd(model, recipe, "1:4", TOTAL, lr=LR, dense=0.2, final=0.01)
     for t in range(TOTAL):
         most = int((model[0].weight.detach().reshape(-1, 4) != 0).sum(1).max())
         assert (most == 1) == (handle.phase == "sparse") == (t == TOTAL - 1)
@@ -178,7 +166,7 @@ def test_a_dense_phase_may_leave_no_middle_one(recipe):
     optimizer = torch.optim.SGD(model.parameters(), LR)
     options = {"frames": 2} if recipe == "sdgf_geometric" else {}
     handle = nmrun.sparsify(
-        model, optimizer, recipe, "1:4", TOTAL, dense=0.8, final=0.2, **{"exclude": None, **options}
+        model, optimizer, recipe, "1:4", TOTAL, dense=0.8, final=0.2, exclude=None, **options
     )
     for t in range(TOTAL):
         handle.measure_flips = True

@@ -11,6 +11,7 @@ from counting import Operations
 from reference import LR, SPARSE, TOTAL, Net, Weights, data, loss, top, train_step
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from training import by_sgd
 
 import nmrun
 from nmrun.recipes.proxsparse import proximal
@@ -63,8 +64,7 @@ def test_slope_draws_random_masks_for_each_seed():
         model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
         largest = nmrun.sparsity.nm_mask(model[0].weight, "2:4", 1)
         before = torch.get_rng_state()
-        optimizer = torch.optim.SGD(model.parameters(), LR)
-        handle = nmrun.sparsify(model, optimizer, "slope", "2:4", mask="random", exclude=None)
+        _, handle = by_sgd(model, "slope", "2:4", lr=LR, mask="random")
         assert torch.equal(torch.get_rng_state(), before)
         masks.append([weight["mask"] for weight in handle.sparse])
         nmrun.sparsity.check_nm(model, "2:4", exclude=None)
@@ -76,25 +76,20 @@ def test_slope_draws_random_masks_for_each_seed():
 
 def test_slope_says_where_the_input_gradient_is_exact():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
-    handle = nmrun.sparsify(
-        model, torch.optim.SGD(model.parameters(), LR), "slope", "2:4", exclude=None
-    )
-    assert list(map(str, handle.pop_events())) == [
-        "SLoPe leaves the input gradient exact at 1.weight"
-    ]
+    _, handle = by_sgd(model, "slope", "2:4", lr=LR)
+    (event,) = handle.pop_events()
+    assert str(event) == "SLoPe leaves the input gradient exact at 1.weight"
     assert len(handle.sparse) == 2
 
 
 def test_slope_goes_on_with_a_model_that_was_saved_whole():
     """Pickle sets the layers' forward, which is that of their class then."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Conv1d(8, 8, 1))
-    nmrun.sparsify(model, torch.optim.SGD(model.parameters(), LR), "slope", "2:4", exclude=None)
+    by_sgd(model, "slope", "2:4", lr=LR)
     torch.save(model, file := io.BytesIO())
     file.seek(0)
     again = torch.load(file, weights_only=False)
-    handle = nmrun.sparsify(
-        again, torch.optim.SGD(again.parameters(), LR), "slope", "2:4", exclude=None
-    )
+    _, handle = by_sgd(again, "slope", "2:4", lr=LR)
     assert handle.pop_events() == []
     assert len(handle.sparse) == 2
 
@@ -102,14 +97,7 @@ def test_slope_goes_on_with_a_model_that_was_saved_whole():
 def test_slope_prunes_twice_by_itself():
     model = Net()
     with pytest.raises(ValueError, match="slope makes the input gradient N:M by itself"):
-        nmrun.sparsify(
-            model,
-            torch.optim.SGD(model.parameters(), LR),
-            "slope",
-            "2:4",
-            input_gradient="double_prune",
-            exclude=None,
-        )
+        by_sgd(model, "slope", "2:4", lr=LR, input_gradient="double_prune")
 
 
 # --- AST ------------------------------------------------------------------------------------------
@@ -282,7 +270,7 @@ def test_casts_scales(layer, shape, parts):
     optimizer = torch.optim.Adam(model.parameters(), LR)
     options = {"parts": parts, "interval": 2, "pad": True}
     handle = nmrun.sparsify(
-        nn.Sequential(model), optimizer, "cast", "2:4", 2, **{"exclude": None, **options}
+        nn.Sequential(model), optimizer, "cast", "2:4", 2, exclude=None, **options
     )
     w, scales = model.weight.detach().clone(), torch.ones(4, parts).double().requires_grad_()
 
@@ -307,10 +295,7 @@ def test_proxsparse_learns_masks_and_gives_the_weights_back():
     """Half the steps plain, half with proximal steps on the two weights alone; in the end the old
     values under the masks of the moved ones."""
     model, half, lr = Net(), TOTAL // 2, 1.0
-    optimizer = torch.optim.SGD(model.parameters(), lr)
-    handle = nmrun.sparsify(
-        model, optimizer, "proxsparse", "2:4", TOTAL, strength=0.4, exclude=None
-    )
+    optimizer, handle = by_sgd(model, "proxsparse", "2:4", TOTAL, lr=lr, strength=0.4)
     weights, batches = [w.clone() for w in model.used], data(1)
     original: Weights = []
     for t in range(TOTAL):
@@ -335,9 +320,8 @@ def test_proxsparse_learns_masks_and_gives_the_weights_back():
     ]
     assert handle.phase == "sparse"
     torch.testing.assert_close(model.used, final, rtol=1e-9, atol=1e-12)
-    assert not torch.equal(
-        top(weights[0], 2, 4), top(original[0], 2, 4)
-    )  # it has learned something
+    learned, first = top(weights[0], 2, 4), top(original[0], 2, 4)
+    assert not torch.equal(learned, first)
     handle.finalize()
     nmrun.sparsity.check_nm(model, "2:4", exclude=None)
 
@@ -374,9 +358,7 @@ def test_sqft_draws_adapters_for_each_seed():
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(256, 32), nn.Linear(256, 32))
         before = torch.get_rng_state()
-        handle = nmrun.sparsify(
-            model, torch.optim.SGD(model.parameters(), LR), "sqft", "2:4", exclude=None
-        )
+        _, handle = by_sgd(model, "sqft", "2:4", lr=LR)
         assert torch.equal(torch.get_rng_state(), before)
         drawn.append([weight["down"].clone() for weight in handle.sparse])
     assert all(map(torch.equal, *drawn[1:]))
@@ -433,8 +415,7 @@ def test_sqft_trains_masked_adapters(turned, ratio):
 
 def test_sqft_goes_on_from_weights_that_were_written_in_between():
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(model, optimizer, "sqft", "2:4", rank=2, alpha=2.0, exclude=None)
+    optimizer, handle = by_sgd(model, "sqft", "2:4", lr=LR, rank=2, alpha=2.0)
     batches = data(1)
     for t in range(4):
         train_step(model, optimizer, batches(t))
@@ -456,8 +437,7 @@ def test_sqft_goes_on_from_weights_that_were_written_in_between():
 def test_sqft_multiplies_its_adapters_once_a_step():
     """With the two gradients of the adapters that is three products for each weight."""
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(model, optimizer, "sqft", "2:4", rank=2, alpha=2.0, exclude=None)
+    optimizer, handle = by_sgd(model, "sqft", "2:4", lr=LR, rank=2, alpha=2.0)
     batches = data(1)
     for t in range(3):
         x, y = batches(t)[0]
@@ -497,9 +477,8 @@ def test_sqft_of_convolutions():
                 tensor -= LR * grad
     kernel = (up.view(4, 2, 1, 1, 1) * down.view(1, 2, 8, 3, 3)).sum(1)
     assert bool((kernel != 0).any())
-    torch.testing.assert_close(
-        model.weight.detach(), ((base + kernel) * mask).detach(), rtol=1e-6, atol=1e-8
-    )
+    expected = ((base + kernel) * mask).detach()
+    torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("recipe", ["ast", "cast"])

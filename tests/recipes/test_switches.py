@@ -180,7 +180,7 @@ def test_a_group_without_gradients_from_the_second_step_on(options):
     groups = [{"params": layer.parameters()} for layer in (used, rare)]
     optimizer = nmrun.optim.Adam(groups, betas=(0.9, 0.5), weight_decay=0.1)
     handle = nmrun.sparsify(
-        nn.ModuleList([used, rare]), optimizer, "step", "2:4", 20, **{"exclude": None, **options}
+        nn.ModuleList([used, rare]), optimizer, "step", "2:4", 20, exclude=None, **options
     )
     rare.weight.grad = torch.full((4, 8), 9.0)
     kept = float((9 + 0.1 * rare.weight).detach().square().sum()) / 2

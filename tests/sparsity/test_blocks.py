@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from errors import one_line
+from reference import largest_in_blocks
 from runs import result_of
 from torch import Tensor, nn
-from training import train
+from training import by_sgd, train
 
 import nmrun
 from nmrun.fast import packed
@@ -23,25 +24,6 @@ from nmrun.recipes import RECIPES
 from nmrun.sparsity import check_nm, hard_threshold, nm_mask
 
 TRAINED = ("ste", "sr_ste", "asp", "step", "ste_periodic", "sqft")
-
-
-def best(sizes: list[float], count: int, among: Any = None) -> tuple[int, ...]:
-    """The places of the largest, of equals the first."""
-    places = range(len(sizes)) if among is None else among
-    choices = itertools.combinations(places, min(count, len(places)))
-    return max(choices, key=lambda chosen: sum(sizes[i] for i in chosen))
-
-
-def by_hand(w: Tensor, v: int, n: int, m: int) -> Tensor:
-    """The mask of a matrix (outputs, inputs)."""
-    mask = torch.zeros_like(w, dtype=torch.bool)
-    for row, column in itertools.product(range(0, len(w), v), range(0, w.shape[1], m)):
-        block = w[row : row + v, column : column + m].abs().double()
-        four = best(block.sum(0).tolist(), 4)
-        for i, line in enumerate(block.tolist()):
-            for j in best(line, n, four):
-                mask[row + i, column + j] = True
-    return mask
 
 
 def weights(*shape: int) -> Tensor:
@@ -56,12 +38,12 @@ def weights(*shape: int) -> Tensor:
 )
 def test_the_mask_by_trying_all_choices(v, n, m, dtype):
     text, w = f"{v}:{n}:{m}", weights(16, 3 * m).to(dtype)
-    expected = by_hand(w, v, n, m)
+    expected = largest_in_blocks(w, text)
     assert torch.equal(nm_mask(w, text), expected)
     assert torch.equal(nm_mask(w.T, text, dim=0), expected.T)
     assert torch.equal(hard_threshold(w, text), torch.where(expected, w, 0))
     large = weights(64, 40 * m).to(dtype)  # where kernels would work
-    assert torch.equal(nm_mask(large, text), by_hand(large, v, n, m))
+    assert torch.equal(nm_mask(large, text), largest_in_blocks(large, text))
     check_nm(hard_threshold(w, text), text)
     check_nm(hard_threshold(w, text), f"{n}:{m}")
 
@@ -70,11 +52,11 @@ def test_at_every_kernel_position_and_in_a_short_last_group():
     w = weights(8, 16, 3, 2)
     mask = nm_mask(w, "4:2:8")
     for y, x in itertools.product(range(3), range(2)):
-        assert torch.equal(mask[:, :, y, x], by_hand(w[:, :, y, x], 4, 2, 8))
+        assert torch.equal(mask[:, :, y, x], largest_in_blocks(w[:, :, y, x], "4:2:8"))
     for inputs in (9, 10, 13, 15):
         w = weights(8, inputs)
         mask = nm_mask(w, "4:2:8", pad=True)
-        assert torch.equal(mask, by_hand(w, 4, 2, 8))
+        assert torch.equal(mask, largest_in_blocks(w, "4:2:8"))
 
 
 def test_a_check_looks_at_blocks():
@@ -104,9 +86,7 @@ class Net(nn.Sequential):
 
 def test_layers_that_cannot_hold_it_are_named():
     model = Net()
-    handle = nmrun.sparsify(
-        model, torch.optim.SGD(model.parameters(), 0.1), "ste", "4:2:8", exclude=None
-    )
+    _, handle = by_sgd(model, "ste", "4:2:8")
     assert [w.name for w in handle.sparse] == ["0.weight"]
     reasons = {left.name: left.reason for left in handle.left_dense}
     assert reasons["2.weight"] == "6 outputs are not a multiple of 4"
@@ -114,14 +94,7 @@ def test_layers_that_cannot_hold_it_are_named():
     experts = nn.Module()
     experts.weight = nn.Parameter(torch.randn(4, 8, 8))
     with pytest.raises(nmrun.errors.ConfigError, match="is for matrices and convolutions"):
-        nmrun.sparsify(
-            experts,
-            torch.optim.SGD(experts.parameters(), 0.1),
-            "ste",
-            "4:2:8",
-            dims={"weight": 1},
-            exclude=None,
-        )
+        by_sgd(experts, "ste", "4:2:8", dims={"weight": 1})
 
 
 @pytest.mark.parametrize(
@@ -142,10 +115,9 @@ def test_a_training_resumes_with_the_same_bits(recipe, fused, kernels_for_small_
     whole, first = start(), start()
     train(*whole[:2], range(8))
     train(*first[:2], range(6))
-    for layer, (v, n, m) in ((0, (4, 2, 8)), (2, (3, 2, 8)), (4, (1, 2, 6))):
-        weight = first[2].sparse[layer // 2]
-        mask = by_hand(weight.dense, v, n, m) if v > 1 else nm_mask(weight.dense, "2:6")
-        assert torch.equal(first[0][layer].weight, weight.dense * mask)
+    for weight, ratio in zip(first[2].sparse, ("4:2:8", "3:2:8", "1:2:6"), strict=True):
+        mask = largest_in_blocks(weight.dense, ratio)
+        assert torch.equal(weight.parameter, weight.dense * mask)
     again = start()
     again[0].load_state_dict(first[0].state_dict())
     again[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
@@ -174,7 +146,7 @@ def test_who_refuses_it(recipe, options, message):
     model = Net()
     optimizer = nmrun.optim.AdamW(model.parameters())
     with one_line(ValueError, message):
-        nmrun.sparsify(model, optimizer, recipe, "4:2:8", 10, **{"exclude": None, **options})
+        nmrun.sparsify(model, optimizer, recipe, "4:2:8", 10, exclude=None, **options)
     assert not optimizer.state
 
 
@@ -212,24 +184,12 @@ def used_elsewhere(run: Result, nmrun_cli: Any, root: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run(nmrun_cli, tmp_path):
-    words = (
-        "recipe=sr_ste",
-        "model=mlp",
-        "model.hidden=[32,32]",
-        "debug=fast",
-        "trainer.device=cpu",
-    )
+    words = ("recipe=sr_ste", "model=mlp", "model.hidden=[32,32]", "debug=fast")
     process = nmrun_cli(*words, "sparsity=16:2:8")
     assert process.returncode == 0, process.stderr
     (folder,) = (tmp_path / "outputs/.debug").glob("*/mlp/sr_ste/16of2of8/*")
     result = result_of(folder)
-    assert result["config"]["sparsity"] == {
-        "n": 2,
-        "m": 8,
-        "v": 16,
-        "overrides": None,
-        "pad": False,
-    }
+    assert [result["config"]["sparsity"][key] for key in ("v", "n", "m")] == [16, 2, 8]
     assert result["sparsity"]["pattern"] == "16:2:8"
     assert all(layer["holds"] for layer in result["sparsity"]["layers"])
     for verb, text in (("table", "16:2:8"), ("status", "1 finished"), ("report", "")):
@@ -240,9 +200,7 @@ def test_a_run(nmrun_cli, tmp_path):
     assert ["sparsity", "16:2:8"] in [line.split() for line in repr(run).splitlines()]
     used_elsewhere(run, nmrun_cli, tmp_path)
     process = nmrun_cli(*words, "sparsity=2:8", "sparsity.overrides={inner.0: 8:2:8}", "dry=true")
-    assert re.search(r"inner.0.weight +32x32 +8:2:8", process.stdout), (
-        process.stdout + process.stderr
-    )
+    assert re.search(r"inner.0.weight +32x32 +8:2:8", process.stdout), process.stderr
     for wrong, message in (
         (("sparsity=16:2:8", "recipe=s_ste"), "recipe=s_ste sparsity=16:2:8: V:N:M masks are for"),
         (("sparsity=7:2:8",), "32 outputs are not a multiple of 7"),

@@ -39,18 +39,8 @@ def start(recipe: str, name: str = "nmrun") -> tuple[nn.Sequential, torch.optim.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     optimizer = OPTIMIZERS[name](model.parameters())
-    return (
-        model,
-        optimizer,
-        nmrun.sparsify(
-            model,
-            optimizer,
-            recipe,
-            "2:4",
-            TOTAL,
-            **{"exclude": None, **{**RECIPES, **BEYOND_RULES}[recipe]},
-        ),
-    )
+    options = {"exclude": None, **(RECIPES | BEYOND_RULES)[recipe]}
+    return model, optimizer, nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **options)
 
 
 def batch(step: int) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from training import by_sgd
 
 import nmrun
 from nmrun.sparsity import metrics
@@ -28,7 +29,7 @@ def start(recipe: str, **hyperparameters: Any) -> tuple[nn.Module, Any, Handle]:
     return (
         model,
         optimizer,
-        nmrun.sparsify(model, optimizer, recipe, "2:4", **{"exclude": None, **hyperparameters}),
+        nmrun.sparsify(model, optimizer, recipe, "2:4", exclude=None, **hyperparameters),
     )
 
 
@@ -47,12 +48,8 @@ def move(
 RECIPES = {
     "ste": {},
     "asp": {"prune_at": 0.9, "total_steps": 10},  # dense: the mask is a virtual one
-    "mdgf_linear": {
-        "tau": 0.01,
-        "dense": 0.0,
-        "total_steps": 10,
-        "grad_mode": "ste",
-    },  # faded, not pruned: a virtual one too
+    # faded, not pruned: a virtual one too
+    "mdgf_linear": {"tau": 0.01, "dense": 0.0, "total_steps": 10, "grad_mode": "ste"},
 }
 
 
@@ -86,12 +83,9 @@ def test_energies_are_summed_over_all_pieces(dtype, size, monkeypatch):
     monkeypatch.setattr(metrics, "PIECE", 7)
     weight, mask = (size * torch.randn(5, 3, 2)).to(dtype), torch.rand(5, 3, 2) < 0.4
     kept_energy, pruned_energy = split(weight, mask, squares=True)
-    flat = weight.double().square().flatten().tolist()
-    squares = list(zip(flat, mask.flatten().tolist(), strict=True))
-    assert float(kept_energy) == pytest.approx(math.fsum(s for s, m in squares if m), rel=1e-6)
-    assert float(pruned_energy) == pytest.approx(
-        math.fsum(s for s, m in squares if not m), rel=1e-6
-    )
+    for energy, part in ((kept_energy, mask), (pruned_energy, ~mask)):
+        expected = math.fsum(weight[part].double().square().tolist())
+        assert float(energy) == pytest.approx(expected, rel=1e-6)
     assert split(weight.new_zeros(0, 4), mask.new_zeros(0, 4), squares=True) == [0, 0]
 
 
@@ -131,13 +125,7 @@ def test_a_soft_threshold_keeps_what_it_does_not_shrink_to_zero():
 def test_layers_with_patterns_of_their_own():
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8), nn.Linear(8, 3))
     options = {"exclude": ["1"], "overrides": {"2": "1:8"}}
-    handle = nmrun.sparsify(
-        model,
-        torch.optim.SGD(model.parameters(), 0.1),
-        "sr_ste",
-        "2:4",
-        **{"exclude": None, **options},
-    )
+    _, handle = by_sgd(model, "sr_ste", "2:4", **options)
     logged = layer_metrics(handle.sparse, handle.recipe)
     assert (logged["layer/0.weight/density"], logged["layer/2.weight/density"]) == (1 / 2, 1 / 8)
     largest = handle.sparse[1].dense.abs().max(1).values
@@ -149,8 +137,7 @@ def test_layers_with_patterns_of_their_own():
 
 def test_nothing_is_measured_in_dense_training():
     model = nn.Sequential(nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    handle = nmrun.sparsify(model, optimizer, "dense", "2:4", exclude=None)
+    optimizer, handle = by_sgd(model, "dense", "2:4")
     handle.stepper.mask_metrics.begin()
     handle.measure_flips = True
     model(torch.ones(1, 4)).sum().backward()
@@ -189,13 +176,10 @@ def test_gradient_noise_is_the_spread_of_the_last_gradients(kind):
     )
     expected = square - mean**2
     logged = handle.metrics()
-    assert logged["sparsity/gradient_noise_kept"] == pytest.approx(
-        float(expected[:, :2].mean()), rel=1e-4
-    )
-    assert logged["sparsity/gradient_noise_pruned"] == pytest.approx(
-        float(expected[:, 2:].mean()), rel=1e-4
-    )
-    assert logged["sparsity/gradient_noise_pruned"] > 100 * logged["sparsity/gradient_noise_kept"]
+    kept, pruned = (logged[f"sparsity/gradient_noise_{part}"] for part in ("kept", "pruned"))
+    assert kept == pytest.approx(float(expected[:, :2].mean()), rel=1e-4)
+    assert pruned == pytest.approx(float(expected[:, 2:].mean()), rel=1e-4)
+    assert pruned > 100 * kept
     estimate = gradient_variance([handle.sparse[0].parameter], optimizer)
     torch.testing.assert_close(estimate[0].double(), expected, rtol=1e-4, atol=1e-5)
 

@@ -72,24 +72,17 @@ def test_experts_sum_over_the_dimension_that_is_found(name, intermediate):
     """Also where the sizes are equal, so that the wrong dimension would fit as well."""
     transformers = pytest.importorskip("transformers")
     family = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss"}[name]
-    sizes = {
-        "hidden_size": 8,
-        "intermediate_size": intermediate,
-        "moe_intermediate_size": intermediate,
-    }
+    sizes = dict.fromkeys(("intermediate_size", "moe_intermediate_size"), intermediate)
     counts = {"num_local_experts": 3, "num_experts": 3, "num_experts_per_tok": 2}
-    settings = getattr(transformers, f"{family}Config")(**sizes, **counts)
+    settings = getattr(transformers, f"{family}Config")(hidden_size=8, **sizes, **counts)
     settings._experts_implementation = "eager"
     module = import_module(f"transformers.models.{name}.modeling_{name}")
     experts = getattr(module, f"{family}Experts")(settings)
     torch.manual_seed(0)
     for parameter in experts.parameters():
         nn.init.normal_(parameter, std=0.5)
-    x, chosen, shares = (
-        torch.randn(4, 8),
-        torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2]]),
-        torch.rand(4, 2),
-    )
+    x, shares = torch.randn(4, 8), torch.rand(4, 2)
+    chosen = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2]])
 
     def gate(both):
         if name == "gpt_oss":
@@ -118,22 +111,16 @@ def test_experts_that_cannot_be_told_stay_dense():
     assert reasons(pair) == {"up": UNTOLD, "down": UNTOLD}
     assert sparse(pair, dims={"up|down": 2}) == {"up": (2, 1), "down": (2, 1)}
     assert sparse(pair, dims={"up": 1, "down": 2}) == {"up": (1, 2), "down": (2, 1)}
-    assert reasons(Holder(cls_token=(1, 1, 8), positions=(1, 5, 8))) == {
-        "cls_token": UNKNOWN,
-        "positions": UNKNOWN,
-    }
+    tokens = Holder(cls_token=(1, 1, 8), positions=(1, 5, 8))
+    assert reasons(tokens) == {"cls_token": UNKNOWN, "positions": UNKNOWN}
 
 
 # --- what is said by dims -----------------------------------------------------------------------
 
 
 def test_dims_make_any_parameter_a_candidate():
-    model = nn.ModuleDict(
-        {
-            "own": Holder(a=(8, 6), b=(6, 8), c=(4, 8, 3, 3), d=(2, 3, 8), scale=(8,)),
-            "fc": nn.Linear(8, 8),
-        }
-    )
+    own = Holder(a=(8, 6), b=(6, 8), c=(4, 8, 3, 3), d=(2, 3, 8), scale=(8,))
+    model = nn.ModuleDict({"own": own, "fc": nn.Linear(8, 8)})
     assert sparse(model) == {"fc.weight": (1, 0)}
     assert reasons(model) == dict.fromkeys(["own.a", "own.b", "own.c", "own.d"], UNKNOWN)
     dims = {r"own\.a": 0, r"own\.[bc]": 1, r"own\.d": 2, r".*\.b": 0}
@@ -172,13 +159,7 @@ def test_check_nm_takes_dims_and_auto():
 class Adapted(nn.Module):
     """A linear layer with adapters, laid out as PEFT does."""
 
-    adapter_layer_names = (
-        "lora_A",
-        "lora_B",
-        "lora_embedding_A",
-        "lora_magnitude_vector",
-        "hada_w1_a",
-    )
+    adapter_layer_names = ("lora_A", "lora_B", "lora_embedding_A", "hada_w1_a")
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,12 +174,8 @@ def test_adapters_are_sparse_only_if_named():
     model = nn.ModuleDict({"q": Adapted(), "ia3": Holder(ia3_l=(8, 1))})
     model.add_module("plain", Holder(lora_A=(4, 8)))  # without PEFT
     assert sparse(model) == {"q.base_layer.weight": (1, 0)}
-    others = [
-        "q.lora_A.default.weight",
-        "q.lora_B.default.weight",
-        "q.lora_embedding_A.default",
-        "q.hada_w1_a.default",
-    ]
+    others = [f"q.{name}.default" for name in ("lora_embedding_A", "hada_w1_a")]
+    others += [f"q.lora_{letter}.default.weight" for letter in "AB"]
     assert reasons(model) == dict.fromkeys([*others, "ia3.ia3_l", "plain.lora_A"], ADAPTER)
     assert sparse(model, include=r".*lora_A\..*") == {"q.lora_A.default.weight": (1, 0)}
     assert sparse(model, include="plain", dims={".*lora_A": 1}) == {"plain.lora_A": (1, 0)}
@@ -220,17 +197,10 @@ def with_weight(data: Tensor) -> nn.Linear:
     return linear
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kind"),
-    [
-        (torch.uint8, "torch.uint8"),
-        (torch.int8, "torch.int8"),
-        (torch.float8_e4m3fn, "torch.float8_e4m3fn"),
-    ],
-)
-def test_quantised_weights_stay_dense(dtype, kind):
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_stay_dense(dtype):
     by_name = reasons(with_weight(torch.ones(8, 8).to(dtype)))
-    assert by_name == {"weight": f"quantised or of another kind ({kind})"}
+    assert by_name == {"weight": f"quantised or of another kind ({dtype})"}
 
 
 def test_weights_packed_by_bitsandbytes_stay_dense():
@@ -256,28 +226,19 @@ def test_half_precision_and_the_meta_device_are_fine():
 def test_a_lazy_layer_stays_dense():
     model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8))
     assert sparse(model, dims={".*weight": 0}) == {"1.weight": (0, 1)}
-    dense = select(model, Pattern(2, 4))[1]
-    assert [(d.name, d.shape, d.reason) for d in dense if d.name == "0.weight"] == [
-        ("0.weight", (), "not initialised yet (run the model once first)")
-    ]
+    lazy = select(model, Pattern(2, 4))[1][0]
+    assert (lazy.name, lazy.shape) == ("0.weight", ())
+    assert lazy.reason == "not initialised yet (run the model once first)"
 
 
 def test_everything_of_two_dimensions_is_listed_in_order():
-    model = nn.Sequential(
-        nn.Embedding(8, 8),
-        Holder(table=(8, 8), vector=(8,)),
-        nn.LayerNorm(8),
-        nn.Linear(8, 8),
-        nn.Conv1d(3, 8, 1),
-    )
+    plain = nn.LayerNorm(8), nn.Linear(8, 8), nn.Conv1d(3, 8, 1)
+    model = nn.Sequential(nn.Embedding(8, 8), Holder(table=(8, 8), vector=(8,)), *plain)
     chosen, dense = select(model, Pattern(2, 4))
     order = [n for n, p in model.named_parameters() if p.dim() >= 2]
     assert sorted([*(c.name for c in chosen), *(d.name for d in dense)], key=order.index) == order
-    assert [(d.name, d.shape) for d in dense] == [
-        ("0.weight", (8, 8)),
-        ("1.table", (8, 8)),
-        ("4.weight", (8, 3, 1)),
-    ]
+    shapes = {"0.weight": (8, 8), "1.table": (8, 8), "4.weight": (8, 3, 1)}
+    assert {d.name: d.shape for d in dense} == shapes
 
 
 def test_frozen_biases_and_positions_are_told_what_they_are_first():

@@ -40,14 +40,9 @@ def test_a_head_is_known_by_its_name_among_the_children(head):
 
 
 def test_a_unet_writes_by_its_last_convolution():
-    model = nn.Sequential()
-    for name, inputs in (("conv_in", 4), ("middle", 16), ("conv_out", 16)):
-        model.add_module(name, nn.Conv2d(inputs, 16, 3))
-    _, dense = select(model, Pattern(2, 4), exclude="auto")
-    assert {each.name: each.reason for each in dense} == {
-        "conv_in.weight": "first layer (exclude=auto)",
-        "conv_out.weight": "head (exclude=auto)",
-    }
+    sizes = {"conv_in": 4, "middle": 16, "conv_out": 16}
+    model = chain(**{name: nn.Conv2d(inputs, 16, 3) for name, inputs in sizes.items()})
+    assert auto(model) == {"conv_in.weight": FIRST, "conv_out.weight": HEAD}
 
 
 def test_the_last_layer_of_a_head_counts():
@@ -55,11 +50,8 @@ def test_the_last_layer_of_a_head_counts():
     assert auto(model) == {"stem.weight": FIRST, "classifier.2.weight": HEAD}
     heads = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
     several = nn.ModuleDict({"stem": nn.Linear(8, 8), "lm_heads": heads})
-    assert auto(several) == {
-        "stem.weight": FIRST,
-        "lm_heads.0.weight": HEAD,
-        "lm_heads.1.weight": HEAD,
-    }
+    both = dict.fromkeys(("lm_heads.0.weight", "lm_heads.1.weight"), HEAD)
+    assert auto(several) == {"stem.weight": FIRST, **both}
 
 
 def test_both_projections_of_a_pair_of_towers():
@@ -82,10 +74,8 @@ def test_without_a_name_the_last_layer_is_the_head_if_it_is_linear():
     assert auto(nn.Sequential(nn.Linear(8, 8), nn.Conv2d(8, 8, 1))) == {"0.weight": FIRST}
     # a name inside a block says nothing
     inner = nn.ModuleDict({"fc": nn.Linear(8, 8), "out": nn.Linear(8, 8)})
-    assert auto(chain(stem=nn.Linear(8, 8), block=inner)) == {
-        "stem.weight": FIRST,
-        "block.out.weight": HEAD,
-    }
+    model = chain(stem=nn.Linear(8, 8), block=inner)
+    assert auto(model) == {"stem.weight": FIRST, "block.out.weight": HEAD}
     assert auto(nn.Linear(8, 8)) == {"weight": FIRST}
 
 
@@ -98,11 +88,8 @@ def test_after_an_embedding_nothing_more_reads_the_input():
 
 def test_of_a_recurrent_layer_only_what_reads_the_input():
     model = chain(lstm=nn.LSTM(8, 8, bidirectional=True), fc=nn.Linear(16, 8))
-    assert auto(model) == {
-        "lstm.weight_ih_l0": FIRST,
-        "lstm.weight_ih_l0_reverse": FIRST,
-        "fc.weight": HEAD,
-    }
+    first = dict.fromkeys(("lstm.weight_ih_l0", "lstm.weight_ih_l0_reverse"), FIRST)
+    assert auto(model) == {**first, "fc.weight": HEAD}
 
 
 def test_a_first_layer_that_is_computed_is_still_the_first():
@@ -150,19 +137,14 @@ def test_the_model_may_say_it_itself():
 def test_wrapped_models_have_the_same_ends():
     model = nn.ModuleDict({"stem": nn.Linear(8, 8), "fc": nn.Linear(8, 8), "body": body()})
     wrapped = chain(module=chain(_orig_mod=model))
-    assert auto(wrapped) == {
-        "module._orig_mod.stem.weight": FIRST,
-        "module._orig_mod.fc.weight": HEAD,
-    }
+    ends = {"stem": FIRST, "fc": HEAD}
+    assert auto(wrapped) == {f"module._orig_mod.{name}.weight": ends[name] for name in ends}
 
 
 def test_together_with_expressions_and_overrides():
     model = chain(stem=nn.Linear(8, 8), body=body(), fc=nn.Linear(8, 8))
-    assert auto(model, ["auto", r"body\.0"]) == {
-        "stem.weight": FIRST,
-        "body.0.weight": "excluded",
-        "fc.weight": HEAD,
-    }
+    both = {"stem.weight": FIRST, "fc.weight": HEAD}
+    assert auto(model, ["auto", r"body\.0"]) == {**both, "body.0.weight": "excluded"}
     assert auto(model, ["fc", "auto"]) == {"stem.weight": FIRST, "fc.weight": "excluded"}
     assert auto(model, overrides={"fc": "1:4"}) == {"stem.weight": FIRST}
     assert auto(model, include="stem|fc")["body.0.weight"] == "not in include"

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 from nmrun.errors import raise_all
-from nmrun.ranges import (
-    ACCELERATION,
+from nmrun.lab.keys.ranges import (
     ACTIVATIONS,
     ARGUMENTS,
     BETAS,
@@ -16,16 +15,19 @@ from nmrun.ranges import (
     CLASS,
     DECAYED,
     EVALUATIONS,
-    FLAG,
-    FRACTION,
-    INPUT_GRADIENTS,
     LOGGERS,
     MILESTONES,
-    OPTIONAL_TEXT,
     PATTERN,
     RATIOS,
     SEED,
     TAGS,
+)
+from nmrun.ranges import (
+    ACCELERATION,
+    FLAG,
+    FRACTION,
+    INPUT_GRADIENTS,
+    OPTIONAL_TEXT,
     TEXT,
     WEIGHTS,
     number,

@@ -235,10 +235,8 @@ def test_what_comes_out_may_be_written_in_place(shape: tuple[int, ...]) -> None:
 
 
 def test_a_weight_of_another_dtype_is_packed_as_float32() -> None:
-    weight, x = (
-        hard_threshold(torch.randn(6, 8, 3, 3), "2:4", 1).bfloat16(),
-        torch.randn(2, 8, 5, 5),
-    )
+    weight = hard_threshold(torch.randn(6, 8, 3, 3), "2:4", 1).bfloat16()
+    x = torch.randn(2, 8, 5, 5)
     layer = ConvolutionProducts((6, 8), Window((3, 3)))
     layer.write(weight, None)
     assert torch.allclose(layer(x, weight, None), F.conv2d(x, weight.float()), atol=1e-4)

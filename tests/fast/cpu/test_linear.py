@@ -21,13 +21,7 @@ from nmrun.errors import ConfigError
 from nmrun.fast import measurement
 from nmrun.fast.cpu import linear, probe
 from nmrun.fast.cpu.kernels import bf16, products
-from nmrun.fast.cpu.linear import (
-    PRODUCTS,
-    Bf16Forward,
-    Bf16Products,
-    BlockProducts,
-    LinearProducts,
-)
+from nmrun.fast.cpu.linear import PRODUCTS, Bf16Forward, Bf16Products, BlockProducts, LinearProducts
 from nmrun.fast.measurement import BF16, BF16_BLOCKS, BF16_FORWARD, Times, as_data, from_data
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold, mvue
@@ -415,12 +409,6 @@ def test_masked_gradients_are_sampled_unless_the_loop_looks_at_all(looks: bool) 
     F.cross_entropy(model(x), target).backward()
     pruned = model[2].weight == 0
     assert bool((model[2].weight.grad[pruned] == 0).all()) is not looks
-
-
-def test_lbc_scores_need_the_gradients_of_pruned_weights() -> None:
-    model, optimizer, handle = packing("lbc")
-    train(model, optimizer)
-    assert handle.recipe.is_sparse is False or not handle.recipe.masks_gradient(handle.sparse[0])
 
 
 # --- the choice -----------------------------------------------------------------------------------

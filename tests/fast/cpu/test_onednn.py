@@ -88,12 +88,8 @@ def test_gradients_and_their_gradients() -> None:
     gradients = []
     for of, dtype in ((onednn.linear, torch.float32), (F.linear, torch.float64)):
         leaves = [t.to(dtype).requires_grad_() for t in (x, weight, bias)]
-        first = torch.autograd.grad(
-            of(*leaves),
-            leaves,
-            dz.to(dtype),
-            create_graph=True,  # type: ignore[operator]
-        )
+        z: Any = of(*leaves)  # type: ignore[operator]
+        first = torch.autograd.grad(z, leaves, dz.to(dtype), create_graph=True)
         penalty = sum(part.square().sum() for part in first)
         gradients.append([*first, *torch.autograd.grad(penalty, leaves, allow_unused=True)])
     for ours, right in zip(*gradients, strict=True):
@@ -129,10 +125,8 @@ def test_layers_that_are_dense_train_by_onednn(
     assert [c.always_dense for c in choices] == ([True] * 3 if recipe == "dense" else [0, 0, 1])
     lines = measurement.lines(choices)
     assert "oneDNN's dense products where they are faster than torch's default" in lines
-    assert (
-        "  onednn: 4.weight, 48 to 10, 70 tokens, float32: dense 6.000 ms, onednn 3.000 ms (2.00x)"
-        in lines
-    )
+    about = "  onednn: 4.weight, 48 to 10, 70 tokens, float32: "
+    assert f"{about}dense 6.000 ms, onednn 3.000 ms (2.00x)" in lines
     calls.clear()
     assert train(model, optimizer, range(1)) == pytest.approx(plain[:1], rel=1e-4)
     # three products a layer, but for the gradient of the network's input
@@ -214,9 +208,8 @@ def test_dense_phases_of_packed_layers(calls: list[Any], monkeypatch: pytest.Mon
     calls.clear()
     train(model, optimizer, range(1))
     assert (48, 64) in calls  # the weight gradient, which stays dense
-    assert (
-        calls.count((70, 48)) == 1
-    )  # of the head's input gradient; not the packed forward product
+    # of the head's input gradient; not the packed forward product
+    assert calls.count((70, 48)) == 1
 
 
 def test_finalize_and_off_take_them_back(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

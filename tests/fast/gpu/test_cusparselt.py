@@ -176,14 +176,9 @@ def test_plans_are_few(library: Library, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_old_library_or_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for installation, message in (
-        (None, "has no cuSPARSELt"),
-        (((0, 5, 2), "lib"), "0.6 or later"),
-    ):
+    for found, message in ((None, "has no cuSPARSELt"), (((0, 5, 2), "lib"), "0.6 or later")):
         cusparselt.library.cache_clear()
-        monkeypatch.setattr(
-            cusparselt, "loaded_cusparselt", lambda installation=installation: installation
-        )
+        monkeypatch.setattr(cusparselt, "loaded_cusparselt", lambda found=found: found)
         with pytest.raises(RuntimeError, match=message):
             cusparselt.call("Init")
     cusparselt.library.cache_clear()

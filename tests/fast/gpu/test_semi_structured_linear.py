@@ -35,17 +35,13 @@ def compressed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("path", ["masked", "compressed"])
 def test_products_and_gradients(shape: tuple[int, ...], bias: bool, both: bool, path: str) -> None:
     weight = (both_ways if both else along_inputs)(8, 16).requires_grad_()
-    leaves = [normal(*shape).requires_grad_(), weight] + (
-        [normal(8, seed=2).requires_grad_()] if bias else []
-    )
-    b = leaves[2] if bias else None
+    b = normal(8, seed=2).requires_grad_() if bias else None
+    leaves = [normal(*shape).requires_grad_(), weight, *([] if b is None else [b])]
     packed = SemiStructuredProducts(path, weight, None, torch.float64, both)
     z, expected = packed(leaves[0], weight, b), F.linear(leaves[0], weight, b)
     torch.testing.assert_close(z, expected)
     dz = normal(*z.shape, seed=5)
-    torch.testing.assert_close(
-        torch.autograd.grad(z, leaves, dz), torch.autograd.grad(expected, leaves, dz)
-    )
+    torch.testing.assert_close(*(torch.autograd.grad(y, leaves, dz) for y in (z, expected)))
     count = 1 if path == "masked" else 2
     assert list(map(len, packed.parts())) == [count, count if both else 1]
 
@@ -88,18 +84,13 @@ def test_half_the_values_are_all_that_is_read() -> None:
 
 
 def test_another_weight_for_the_input_gradient() -> None:
-    weight, other, x, dz = (
-        along_inputs(8, 16),
-        both_ways(8, 16),
-        normal(5, 16).requires_grad_(),
-        normal(5, 8, seed=1),
-    )
+    weight, other = along_inputs(8, 16), both_ways(8, 16)
+    x, dz = normal(5, 16).requires_grad_(), normal(5, 8, seed=1)
     for both in (True, False):
         packed = SemiStructuredProducts("compressed", weight, other, torch.float64, both)
-        torch.testing.assert_close(packed(x, weight, None), x @ weight.t())
-        torch.testing.assert_close(
-            torch.autograd.grad(packed(x, weight, None), x, dz)[0], dz @ other
-        )
+        z = packed(x, weight, None)
+        torch.testing.assert_close(z, x @ weight.t())
+        torch.testing.assert_close(torch.autograd.grad(z, x, dz)[0], dz @ other)
 
 
 def test_what_is_written_is_what_is_used_in_the_same_memory() -> None:
@@ -125,9 +116,8 @@ def test_the_operator_keeps_what_it_promises(both: bool, mvue: str | None) -> No
     parts, _ = packed.parts()
     leaves = [t.clone().requires_grad_() for t in (normal(4, 16), weight, normal(8))]
     arguments = (*leaves, *packed.parts(), "compressed", packed.input_path, mvue)
-    utils = ("test_schema", "test_autograd_registration", "test_faketensor") + (
-        ("test_aot_dispatch_dynamic",) if not mvue else ()
-    )
+    utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    utils += [] if mvue else ["test_aot_dispatch_dynamic"]
     torch.library.opcheck(linear.linear24, arguments, test_utils=utils)
     torch.library.opcheck(linear.multiply24, (normal(4, 16), parts, 8, "compressed"))
 
@@ -137,11 +127,8 @@ def test_estimated_weight_gradient(tokens: int) -> None:
     """The same draws of the estimate as the simulation, whose tests show that it is unbiased; the
     last group is filled with zeros.
     """
-    weight, x, dz = (
-        along_inputs(8, 16).requires_grad_(),
-        normal(tokens, 16),
-        normal(tokens, 8, seed=1),
-    )
+    weight = along_inputs(8, 16).requires_grad_()
+    x, dz = normal(tokens, 16), normal(tokens, 8, seed=1)
     packed = SemiStructuredProducts("compressed", weight, None, torch.float64, False)
     torch.manual_seed(0)
     (dw,) = torch.autograd.grad(packed(x, weight, None, PAIRS), weight, dz)
@@ -169,9 +156,8 @@ def test_where_an_algorithm_refuses_a_number_of_tokens_the_default_multiplies(
         x = normal(tokens, 16).requires_grad_()
         z = packed(x, weight, None)
         torch.testing.assert_close(z, x @ weight.t())
-        torch.testing.assert_close(
-            torch.autograd.grad(z.sum(), x)[0], weight.sum(0).expand(tokens, -1)
-        )
+        (dx,) = torch.autograd.grad(z.sum(), x)
+        torch.testing.assert_close(dx, weight.sum(0).expand(tokens, -1))
 
 
 def test_without_tokens_there_is_nothing_to_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,22 +231,17 @@ def test_rounding_is_that_of_the_layer_it_replaces() -> None:
     tensors.
     """
     weight = both_ways(16, 32).float().requires_grad_()
-    x, bias = (
-        normal(8, 32, dtype=torch.float32).requires_grad_(),
-        normal(16, dtype=torch.float32).requires_grad_(),
-    )
+    x, bias = (normal(*size).float().requires_grad_() for size in ((8, 32), (16,)))
     with torch.autocast("cpu", torch.bfloat16):
         for both in (True, False):
-            z = SemiStructuredProducts("masked", weight, None, torch.bfloat16, both)(
-                x, weight, bias
-            )
+            packed = SemiStructuredProducts("masked", weight, None, torch.bfloat16, both)
+            z = packed(x, weight, bias)
             expected = F.linear(x, weight, bias)
             assert z.dtype == torch.bfloat16
             assert torch.equal(z, expected)
             dz = normal(8, 16, seed=1).bfloat16()
-            for actual, exact in zip(
-                *(torch.autograd.grad(y, (x, weight, bias), dz) for y in (z, expected)), strict=True
-            ):
+            grads = (torch.autograd.grad(y, (x, weight, bias), dz) for y in (z, expected))
+            for actual, exact in zip(*grads, strict=True):
                 assert actual.dtype == exact.dtype == torch.float32
                 torch.testing.assert_close(actual, exact, rtol=2**-7, atol=2**-7)
 
@@ -280,12 +261,9 @@ def test_pruned_weights_are_plain_zeros_when_they_are_packed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A compressor that looks at bits sees a number in -0.0, as a product with a mask leaves it."""
-    seen = []
-    monkeypatch.setitem(
-        semi_structured.PATHS,
-        "looking",
-        semi_structured.Path(lambda w: seen.append(w) or [w.clone()], multiply),
-    )
+    seen: list[Tensor] = []
+    looking = semi_structured.Path(lambda w: seen.append(w) or [w.clone()], multiply)
+    monkeypatch.setitem(semi_structured.PATHS, "looking", looking)
     weight = -normal(8, 16, dtype=torch.float32).abs() * (along_inputs(8, 16) != 0)
     assert ((weight == 0) & weight.signbit()).any()
     SemiStructuredProducts("looking", weight, None, torch.bfloat16, False).write(weight, None)
