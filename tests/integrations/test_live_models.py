@@ -135,7 +135,8 @@ def test_deepspeed_is_refused():
     stage = type(
         "DeepSpeedZeroOptimizer", (), {"__module__": "deepspeed.runtime.zero.stage_1_and_2"}
     )()
-    inside = {"__module__": "accelerate.utils.deepspeed", "optimizer": stage}
-    for optimizer in (stage, type("DeepSpeedOptimizerWrapper", (), inside)()):
+    wrapper = type("DeepSpeedOptimizerWrapper", (), {"__module__": "accelerate.utils.deepspeed"})()
+    wrapper.optimizer = stage
+    for optimizer in (stage, wrapper):
         with one_line(ConfigError, r"flat copies of the weights, .* use DDP"):
             nmrun.sparsify(net(), optimizer, "sr_ste", "2:4", exclude=None)
