@@ -178,4 +178,3 @@ def forget_best(callback: Callback) -> None:
     if isinstance(callback, callbacks.EarlyStopping):
         worst = torch.tensor(float("inf"))
         callback.best_score = worst if callback.monitor_op == torch.lt else -worst
-        callback.wait_count = 0

@@ -13,25 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 from training import bits
+from verbs import python
 
 from examples import nanogpt
 
 ROOT = Path(__file__).parent.parent.parent
-SCRIPTS = [
-    pytest.param("plain_loop", marks=pytest.mark.slow),
-    pytest.param("huggingface_trainer", marks=pytest.mark.minutes),
-    pytest.param("trl_sft", marks=pytest.mark.slow),
-    pytest.param("lightning_trainer", marks=pytest.mark.minutes),
-    pytest.param("accelerate_loop", marks=pytest.mark.minutes),
-    pytest.param("timm_train", marks=pytest.mark.minutes),
-]
-NEEDS = {
+SCRIPTS = {  # and what each needs
+    "plain_loop": "torch",
     "huggingface_trainer": "accelerate",
-    "accelerate_loop": "accelerate",
-    "lightning_trainer": "lightning",
-    "timm_train": "timm",
     "trl_sft": "trl",
+    "lightning_trainer": "lightning",
+    "accelerate_loop": "accelerate",
+    "timm_train": "timm",
 }
+SLOW = ("plain_loop", "trl_sft")  # the others take minutes
 BY_HUGGING_FACE = {"huggingface_trainer": 8, "trl_sft": 14}  # and how many matrices are 2:4  # fmt: skip
 
 
@@ -45,12 +40,17 @@ def groups_hold(weights: dict[str, Tensor]) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.minutes)
+        for name in SCRIPTS
+    ],
+)
 def test_an_example_runs(name, tmp_path):
-    pytest.importorskip(NEEDS.get(name, "torch"), reason="needs pip install '.[integrations]'")
+    pytest.importorskip(SCRIPTS[name], reason="needs pip install '.[integrations]'")
     out = tmp_path / ("folder" if name in BY_HUGGING_FACE else "model.pt")
-    command = [sys.executable, "-W", "ignore", "-m", f"examples.{name}", str(out)]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    process = python("-W", "ignore", "-m", f"examples.{name}", str(out), cwd=ROOT, timeout=600)
     assert process.returncode == 0, process.stderr[-2000:]
     if name in BY_HUGGING_FACE:
         from safetensors.torch import load_file

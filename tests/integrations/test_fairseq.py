@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from training import bits
+from verbs import python
 
 from nmrun.integrations import fairseq as integration
 
@@ -31,16 +30,21 @@ TRAIN = """--cpu --dataset-impl raw --arch transformer --encoder-embed-dim 16 --
 STEP = ["--nm-recipe", "step", "--nm-options", "switch=0.5", "--optimizer", "nm_adam"]
 
 
-def fairseq(command: str, data: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def fairseq(
+    command: str, data: Path, *arguments: str, warnings: str = "ignore"
+) -> subprocess.CompletedProcess[str]:
     # fairseq's checkpoints are not for torch's loader of plain data
-    environment = {**os.environ, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
-    words = [sys.executable, "-W", "ignore", "-m", f"fairseq_cli.{command}", str(data), *arguments]
-    return subprocess.run(words, capture_output=True, text=True, env=environment)
+    more = {"PYTHONWARNINGS": warnings, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+    return python("-m", f"fairseq_cli.{command}", str(data), *arguments, timeout=600, **more)
+
+
+def ours(to: Path, plug: bool = True) -> list[str]:
+    """Words for a training with nmrun's folder."""
+    return [*TRAIN.split(), *(["--user-dir", str(FOLDER)] if plug else []), "--save-dir", str(to)]
 
 
 def train(data: Path, to: Path, *arguments: str, plug: bool = True) -> None:
-    ours = ["--user-dir", str(FOLDER)] if plug else []
-    process = fairseq("train", data, *TRAIN.split(), *ours, "--save-dir", str(to), *arguments)
+    process = fairseq("train", data, *ours(to, plug), *arguments)
     assert process.returncode == 0, process.stderr[-2000:]
     assert "nmrun:" not in process.stderr
 
@@ -141,20 +145,17 @@ def test_with_nothing_to_prune_it_is_the_stock_training(data, tmp_path):
     ],
 )  # fmt: skip
 def test_mistakes_get_a_line(arguments, message, data, tmp_path):
-    ours = ["--user-dir", str(FOLDER), "--save-dir", str(tmp_path)]
-    process = fairseq("train", data, *TRAIN.split(), *ours, *arguments.split())
+    process = fairseq("train", data, *ours(tmp_path), *arguments.split())
     assert process.returncode == 2
-    lines = [line for line in process.stderr.splitlines() if line.startswith("nmrun: ")]
-    assert len(lines) == 1
-    assert message in lines[0]
+    (line,) = [line for line in process.stderr.splitlines() if line.startswith("nmrun: ")]
+    assert message in line
     assert "Traceback" not in process.stderr
 
 
 @pytest.mark.minutes
 def test_a_dense_end_is_told(data, tmp_path):
-    ours = ["--user-dir", str(FOLDER), "--save-dir", str(tmp_path), "--optimizer", "sgd"]
-    asp = ["--nm-recipe", "asp", "--nm-options", "total_steps=100"]
-    process = fairseq("train", data, *TRAIN.split(), *ours, *asp)
+    asp = ["--optimizer", "sgd", "--nm-recipe", "asp", "--nm-options", "total_steps=100"]
+    process = fairseq("train", data, *ours(tmp_path), *asp)
     assert "nmrun: training ended in a dense phase of asp, after step 12" in process.stderr
     assert process.returncode == 1
     assert "Traceback" not in process.stderr
@@ -174,12 +175,8 @@ def test_the_last_epoch_ends_the_recipe(most, data, tmp_path):
 @pytest.mark.minutes
 def test_a_checkpoint_of_a_dense_training_is_warned_of(data, tmp_path):
     train(data, tmp_path, "--optimizer", "sgd", "--max-update", "4")
-    ours = ["--user-dir", str(FOLDER), "--save-dir", str(tmp_path), "--optimizer", "sgd"]
-    words = [sys.executable, "-m", "fairseq_cli.train", str(data), *TRAIN.split(), *ours]
-    environment = {**os.environ, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
-    process = subprocess.run(
-        [*words, "--nm-recipe", "sr_ste"], capture_output=True, text=True, env=environment
-    )
+    sgd = ["--optimizer", "sgd", "--nm-recipe", "sr_ste"]
+    process = fairseq("train", data, *ours(tmp_path), *sgd, warnings="default")
     assert process.returncode == 0
     assert "at its step 4, and the recipe begins here, with the first of 12" in process.stderr
 
@@ -210,9 +207,10 @@ def test_only_sparse_models_compete_for_the_best(data, tmp_path):
 
 
 BECOMES_SPARSE = """
-import sys
+import os, sys
 from types import SimpleNamespace
 import torch, nmrun
+os.environ.pop("RANK", None)
 from nmrun.integrations.fairseq import nmrun_fairseq as plugin
 for name, saves in (("other", False), ("first", True)):
     trainer = SimpleNamespace(
@@ -234,9 +232,7 @@ def test_the_process_that_saves_renames_alone(tmp_path):
     for name in ("other", "first"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "checkpoint.best_loss_1.00.pt").touch()
-    environment = {key: value for key, value in os.environ.items() if key != "RANK"}
-    command = [sys.executable, "-W", "ignore", "-c", BECOMES_SPARSE, str(tmp_path)]
-    subprocess.run(command, check=True, capture_output=True, env=environment)
+    python("-c", BECOMES_SPARSE, str(tmp_path)).check_returncode()
     names = [path.name for name in ("other", "first") for path in (tmp_path / name).iterdir()]
     assert names == ["checkpoint.best_loss_1.00.pt", "dense_checkpoint.best_loss_1.00.pt"]
 
@@ -255,13 +251,9 @@ print(most(), plugin.command.validate("cfg"), most())
 
 @pytest.mark.slow
 def test_it_validates_what_the_run_would_leave():
-    command = [sys.executable, "-W", "ignore", "-c", VALIDATES]
-    process = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert process.stdout.splitlines()[-1] == "4 2 4"
+    assert python("-c", VALIDATES).stdout.splitlines()[-1] == "4 2 4"
 
 
 def test_the_folder_is_printed():
-    command = [sys.executable, "-m", "nmrun.integrations.fairseq"]
-    process = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert process.stdout.strip() == str(FOLDER)
+    assert python("-m", "nmrun.integrations.fairseq").stdout.strip() == str(FOLDER)
     assert (FOLDER / "__init__.py").is_file()

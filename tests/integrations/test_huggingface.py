@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -98,9 +99,7 @@ def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe, tmp_path)
     for step in (3, 6):
         saved = tmp_path / "whole" / f"checkpoint-{step}"
         model, info = transformers.GPT2LMHeadModel.from_pretrained(saved, output_loading_info=True)
-        assert not (info["missing_keys"])
-        assert not (info["unexpected_keys"])
-        assert not (info["mismatched_keys"])
+        assert not any(info.values())
         if recipe in ("s_ste", "sqft") or (step == 6 and recipe != "maskllm"):
             nmrun.sparsity.check_nm(model, "2:4", exclude=None)
         again, sparse = trained(tmp_path / "again", recipe, str(saved), **saving)
@@ -122,9 +121,8 @@ def test_it_evaluates_what_the_run_would_leave(recipe, tmp_path):
     ends = []
     for evaluates in ({}, {"eval_strategy": "epoch"}, {"eval_strategy": "steps", "eval_steps": 3}):
         sparse = huggingface.NMTrainerCallback(recipe, "2:4", dense=0.25, exclude=None)
-        trainer = hf.trainer(
-            tmp_path, [Looks(), sparse], eval_on_start=bool(evaluates), **evaluates
-        )
+        evaluates["eval_on_start"] = bool(evaluates)
+        trainer = hf.trainer(tmp_path, [Looks(), sparse], **evaluates)
         trainer.eval_dataset = {"one": trainer.eval_dataset, "two": trainer.eval_dataset}
         trainer.train()
         ends.append(weights(trainer.model))
@@ -132,21 +130,13 @@ def test_it_evaluates_what_the_run_would_leave(recipe, tmp_path):
     assert ends[0] == ends[1] == ends[2]
 
 
-class Best:
-    """A metric that is best at first, when ASP's weights are still dense."""
-
-    count = 0
-
-    def __call__(self, predictions: Any) -> dict[str, float]:
-        self.count += 1
-        return {"badness": float(self.count)}
-
-
 def test_only_sparse_models_compete_for_the_best(tmp_path):
+    """The metric is best at first, when ASP's weights are still dense."""
+    count = itertools.count()
     trainer, _sparse = trained(
         tmp_path, "asp", save_strategy="steps", eval_strategy="steps", save_steps=1, eval_steps=1,
         load_best_model_at_end=True, metric_for_best_model="badness", greater_is_better=False,
-        compute_metrics=Best(),
+        compute_metrics=lambda _: {"badness": float(next(count))},
     )  # fmt: skip
     assert re.fullmatch(r".*checkpoint-4", trainer.state.best_model_checkpoint)
     best = transformers.GPT2LMHeadModel.from_pretrained(trainer.state.best_model_checkpoint)
@@ -181,15 +171,14 @@ def test_another_optimizer_is_refused_at_its_first_step(tmp_path):
     assert trainer.state.global_step == 3
 
 
+COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         pytest.param({"gradient_checkpointing": True}, id="gradient_checkpointing"),
-        pytest.param(
-            {"torch_compile": True, "torch_compile_backend": "eager"},
-            id="compile",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(COMPILED, id="compile", marks=pytest.mark.slow),
         pytest.param({"bf16": True}, id="bf16"),
     ],
 )
@@ -231,10 +220,9 @@ def test_two_processes(tmp_path):
         assert bits(result["weights"]) == bits(torch.load(tmp_path / "0.pt")["weights"])
         for name, tensor in alone.items():
             torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-3, atol=1e-4)
-    model, read = transformers.GPT2LMHeadModel.from_pretrained(
-        tmp_path / "sharded", output_loading_info=True
-    )
-    assert not any(read[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    sharded = tmp_path / "sharded"
+    model, read = transformers.GPT2LMHeadModel.from_pretrained(sharded, output_loading_info=True)
+    assert not any(read.values())
     nmrun.sparsity.check_nm(model, "2:4", exclude=None)
     assert weights(model) == weights(torch.load(tmp_path / "replica.pt", weights_only=False))
 
@@ -318,14 +306,16 @@ def test_a_checkpoint_of_a_dense_training_is_warned_of(optim, tmp_path):
     nmrun.sparsity.check_nm(trainer.model, "2:4", exclude=None)
 
 
-def cut_off(error: BaseException, after: int) -> Any:
-    """Ends a training once as Ctrl-C does, or as a batch does that is too large for the memory."""
-    errors = [error]
+def cut_off(after: int | None) -> Any:
+    """Ends a training once as Ctrl-C does."""
 
     class CutOff(transformers.TrainerCallback):
+        left = after
+
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if errors and state.global_step == after:
-                raise errors.pop()
+            if state.global_step == self.left:
+                self.left = None
+                raise KeyboardInterrupt
 
     return CutOff()
 
@@ -355,10 +345,8 @@ def test_a_pruned_trial_ends_without_an_error(tmp_path, monkeypatch):
 def test_after_ctrl_c_a_training_goes_on_in_the_same_process(recipe, from_checkpoint, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 3}
     whole, _ = trained(tmp_path / "whole", recipe, **saving)
-    sparse = callback(recipe)
-    trainer = hf.trainer(
-        tmp_path / "again", [sparse, cut_off(KeyboardInterrupt(), 7)], **saving
-    )  # fmt: skip
+    stopping = [callback(recipe), cut_off(7)]
+    trainer = hf.trainer(tmp_path / "again", stopping, **saving)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     trainer.train(resume_from_checkpoint=str(tmp_path / "again" / f"checkpoint-{from_checkpoint}"))
@@ -384,13 +372,11 @@ class Overflows(torch.amp.GradScaler):
 def test_after_a_skipped_step_a_training_goes_on_in_the_same_process(tmp_path):
     """The Trainer counts the step, the recipe does not: so their clocks differ at the checkpoint."""
     ends = []
+    # without clipping, which would see the infinite gradients first
+    options = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.0}
     for stop in (None, 3):
         sparse = callback("asp")
-        callbacks = [sparse] if stop is None else [sparse, cut_off(KeyboardInterrupt(), stop)]
-        # without clipping, which would see the infinite gradients first
-        trainer = hf.trainer(
-            tmp_path, callbacks, max_steps=5, save_strategy="steps", save_steps=2, max_grad_norm=0.0
-        )
+        trainer = hf.trainer(tmp_path, [sparse, cut_off(stop)], **options)
         trainer.accelerator.scaler = Overflows()
         if stop is None:
             trainer.train()

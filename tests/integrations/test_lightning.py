@@ -36,12 +36,21 @@ callbacks, strategies, integration = (
 )
 
 
+def ours(recipe: str = "sr_ste", **options: Any) -> Any:
+    return integration.NMCallback(recipe, "2:4", **{"exclude": None, **options})
+
+
 def callback(recipe: str) -> Any:
-    return integration.NMCallback(recipe, "2:4", **{"exclude": None, **lit.OPTIONS[recipe]})
+    return ours(recipe, **lit.OPTIONS[recipe])
 
 
 def weights(module: nn.Module) -> Any:
     return bits(dict(module.state_dict()))
+
+
+def saves(folder: Path) -> Any:
+    """A checkpoint after each epoch."""
+    return callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
 
 
 def sparse(model: nn.Module, optimizer: Any, recipe: str, steps: int | None = None) -> nmrun.Handle:
@@ -94,10 +103,7 @@ def test_manual_optimization(closure, tmp_path):
 def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe, tmp_path):
     """Taken after each epoch: in the dense phase of STEP, and after it. The rate falls by a LambdaLR."""
     module = lit.Module(falls=True)
-    saves = callbacks.ModelCheckpoint(
-        tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True
-    )
-    trainer = lit.trainer(tmp_path, [callback(recipe), saves], enable_checkpointing=True)
+    trainer = lit.trainer(tmp_path, [callback(recipe), saves(tmp_path)], enable_checkpointing=True)
     trainer.fit(module, lit.loader())
     for epoch in (0, 2):
         saved = tmp_path / f"epoch={epoch}.ckpt"
@@ -130,12 +136,10 @@ def test_shards_resume_from_both_phases(recipe, tmp_path):
 
     def trained(start: Path | None) -> Any:
         module, watch = Sharded(), callback(recipe)
-        saves = callbacks.ModelCheckpoint(
-            tmp_path / str(start is None), "{epoch}", save_top_k=-1, save_on_train_epoch_end=True
-        )
         strategy = strategies.ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
         options = {"gradient_clip_val": None, "enable_checkpointing": True, "devices": 1}
-        trainer = lit.trainer(tmp_path, [watch, saves], strategy=strategy, **options)
+        files = saves(tmp_path / str(start is None))
+        trainer = lit.trainer(tmp_path, [watch, files], strategy=strategy, **options)
         trainer.fit(module, lit.loader(), ckpt_path=start)
         assert watch.handle.recipe.step == lit.STEPS
         assert all(weight.is_sharded for weight in watch.handle.finished)
@@ -165,40 +169,37 @@ def cut_off() -> Any:
 def test_a_training_that_was_cut_off_goes_on_in_the_same_process(recipe, epoch, other, tmp_path):
     """From a checkpoint with the bits of a run without a stop; without one it begins anew, with the
     dense weights that it has, by the same callback or another one."""
-    saves = callbacks.ModelCheckpoint(
-        tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True
-    )
-    module, watch, cut = lit.Module(), callback(recipe), cut_off()
-    trainer = lit.trainer(tmp_path, [watch, cut, saves], enable_checkpointing=True)
+    module, watch = lit.Module(), callback(recipe)
+    files = [cut_off(), saves(tmp_path)]
+    trainer = lit.trainer(tmp_path, [watch, *files], enable_checkpointing=True)
     with pytest.raises(ZeroDivisionError):
         trainer.fit(module, lit.loader())
-    left = [weight.dense.clone() for weight in watch.handle.sparse]
-    again = lit.trainer(tmp_path, [callback(recipe) if other else watch])
+    again, plain = lit.trainer(tmp_path, [callback(recipe) if other else watch]), lit.Module()
     if epoch is None:
-        plain = lit.Module()
         plain.load_state_dict(module.state_dict())
-        for weight, dense in zip(watch.handle.sparse, left, strict=True):
-            plain.get_parameter(weight.name).data.copy_(dense)
-        lit.trainer(tmp_path, [callback(recipe)]).fit(plain, lit.loader())
-        with pytest.warns(match="this one is left") if other else contextlib.nullcontext():
-            again.fit(module, lit.loader())
-    else:
-        plain = lit.Module()
-        lit.trainer(tmp_path, [callback(recipe)]).fit(plain, lit.loader())
-        again.fit(module, lit.loader(), ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
+        for weight in watch.handle.sparse:
+            plain.get_parameter(weight.name).data.copy_(weight.dense)
+    lit.trainer(tmp_path, [callback(recipe)]).fit(plain, lit.loader())
+    saved = None if epoch is None else tmp_path / f"epoch={epoch}.ckpt"
+    with pytest.warns(match="this one is left") if other else contextlib.nullcontext():
+        again.fit(module, lit.loader(), ckpt_path=saved)
     assert weights(module) == weights(plain)
 
 
-def test_two_callbacks_for_one_optimizer_are_refused(tmp_path):
-    parts = [
-        integration.NMCallback("sr_ste", "2:4", include=name, exclude=None)
-        for name in (r"net\.0", r"net\.3")
-    ]
-    with one_line(
-        ConfigError,
-        r"net\.0\.weight is sparse already: call finalize",
-    ):
-        lit.trainer(tmp_path, parts).fit(lit.Module(), lit.loader())
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda: [ours(include=r"net\.0"), ours(include=r"net\.3")], r"net\.0\.weight is sparse already: call finalize"),
+        (lambda: [ours(), callbacks.WeightAveraging()], "use StochasticWeightAveraging"),
+        (lambda: [ours(optimizer=1)], "are 1: say which one"),
+        (lambda: [ours(optimizer="0")], "are 1: say which one"),
+        (lambda: [ours("asp", total_steps=0)], "total_steps=0: it takes"),
+    ],
+    ids=["two", "averages", "optimizer", "its type", "steps"],
+)  # fmt: skip
+def test_mistakes_get_a_line(given, message, tmp_path):
+    with one_line(ConfigError, message):
+        lit.trainer(tmp_path, given()).fit(lit.Module(), lit.loader())
 
 
 @pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
@@ -220,18 +221,13 @@ def test_a_checkpoint_of_a_dense_training_is_warned_of(tmp_path):
 
 
 def test_a_dense_recipe_resumes_without_a_warning(tmp_path):
-    def dense(epochs: int) -> Any:
-        watch = integration.NMCallback("dense", "2:4", exclude=None)
-        return lit.trainer(tmp_path, [watch], max_epochs=epochs)
-
-    first, again, whole = lit.Module(), lit.Module(), lit.Module()
-    trainer = dense(2)
-    trainer.fit(first, lit.loader())
-    trainer.save_checkpoint(tmp_path / "middle.ckpt")
+    whole, again = lit.Module(), lit.Module()
+    trainer = lit.trainer(tmp_path, [ours("dense"), saves(tmp_path)], enable_checkpointing=True)
+    trainer.fit(whole, lit.loader())
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="nmrun")
-        dense(lit.EPOCHS).fit(again, lit.loader(), ckpt_path=tmp_path / "middle.ckpt")
-    dense(lit.EPOCHS).fit(whole, lit.loader())
+        trainer = lit.trainer(tmp_path, [ours("dense")])
+        trainer.fit(again, lit.loader(), ckpt_path=tmp_path / "epoch=1.ckpt")
     assert weights(again) == weights(whole)
 
 
@@ -245,9 +241,8 @@ def test_only_sparse_models_compete_for_the_best(tmp_path):
     # sparse from the end of epoch 3 on; without a new beginning it would stop there
     assert best.best_model_score == 3.0
     assert trainer.current_epoch == 7
-    nmrun.sparsity.check_nm(
-        lit.Module.load_from_checkpoint(best.best_model_path), "2:4", exclude=None
-    )
+    model = lit.Module.load_from_checkpoint(best.best_model_path)
+    nmrun.sparsity.check_nm(model, "2:4", exclude=None)
 
 
 @pytest.mark.parametrize("recipe", ["proxsparse", "maskllm", "cast"])
@@ -263,7 +258,7 @@ def test_it_validates_what_the_run_would_leave(recipe, tmp_path):
 
     ends = []
     for batches in (0, 1):
-        module, watch = lit.Module(), integration.NMCallback(recipe, "2:4", exclude=None)
+        module, watch = lit.Module(), ours(recipe)
         options = {"val_check_interval": 3, "limit_val_batches": batches}
         trainer = lit.trainer(tmp_path, [Looks(), watch], **options)
         trainer.fit(module, lit.loader(), lit.loader(count=1))
@@ -316,12 +311,6 @@ def test_swa_averages_dense_weights(recipe, norm, first, tmp_path):
         torch.testing.assert_close(module.net[1].running_mean, means, rtol=1e-4, atol=1e-6)
 
 
-def test_averages_of_projected_weights_are_refused(tmp_path):
-    trainer = lit.trainer(tmp_path, [callback("sr_ste"), callbacks.WeightAveraging()])
-    with one_line(ConfigError, "use StochasticWeightAveraging"):
-        trainer.fit(lit.Module(), lit.loader())
-
-
 def test_of_several_optimizers_one_has_the_sparse_weights(tmp_path):
     """One for a part of the weights, one for the rest."""
 
@@ -339,15 +328,13 @@ def test_of_several_optimizers_one_has_the_sparse_weights(tmp_path):
     options = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_epochs": 1}
     with pytest.raises(ConfigError, match=r"are 2: say which .* NMCallback\(optimizer=0\)"):
         lit.trainer(tmp_path, [callback("sr_ste")], **options).fit(Two(False), lit.loader())
-    module, watch = Two(False), integration.NMCallback("sr_ste", "2:4", optimizer=1, exclude=None)
+    module, watch = Two(False), ours(optimizer=1)
     lit.trainer(tmp_path, [watch], **options).fit(module, lit.loader())
     assert watch.handle.recipe.step == lit.BATCHES
     assert (module.net[0].weight != 0).all()
     nmrun.sparsity.check_nm(module, "2:4", exclude="net.0")
     # max_steps counts the steps of both
-    trainer = lit.trainer(
-        tmp_path, [integration.NMCallback("asp", optimizer=1, exclude=None)], **options, max_steps=6
-    )
+    trainer = lit.trainer(tmp_path, [ours("asp", optimizer=1)], **options, max_steps=6)
     with pytest.raises(ConfigError, match="asp needs total_steps"):
         trainer.fit(Two(False), lit.loader())
 
@@ -358,13 +345,6 @@ def test_the_trainer_of_the_other_package_is_refused():
 
     with one_line(ConfigError, "is of pytorch_lightning.trainer.trainer: use that of lightning"):
         callback("sr_ste").on_fit_start(Trainer(), lit.Module())
-
-
-@pytest.mark.parametrize("number", [1, "0"])
-def test_an_optimizer_that_is_not_there_is_refused(number, tmp_path):
-    trainer = lit.trainer(tmp_path, [integration.NMCallback(optimizer=number, exclude=None)])
-    with one_line(ConfigError, "are 1: say which one"):
-        trainer.fit(lit.Module(), lit.loader())
 
 
 @pytest.mark.parametrize("through_data", [False, True])
@@ -398,17 +378,15 @@ class Unknown(IterableDataset[torch.Tensor]):
 
 
 def test_without_a_length_the_option_is_named(tmp_path):
-    for data, epochs in ((lit.loader(), -1), (DataLoader(Unknown(), None), lit.EPOCHS)):
-        trainer = lit.trainer(tmp_path, [callback("asp")], max_epochs=epochs)
+    changes = callbacks.GradientAccumulationScheduler({0: 4, 2: 2})
+    for more, data, options in (
+        ([], lit.loader(), {"max_epochs": -1}),
+        ([], DataLoader(Unknown(), None), {}),
+        ([changes], lit.loader(), {"accumulate_grad_batches": 1}),
+    ):
+        trainer = lit.trainer(tmp_path, [callback("asp"), *more], **options)
         with pytest.raises(ConfigError, match="asp needs total_steps"):
             trainer.fit(lit.Module(), data)
-    changes = callbacks.GradientAccumulationScheduler({0: 4, 2: 2})
-    trainer = lit.trainer(tmp_path, [callback("asp"), changes], accumulate_grad_batches=1)
-    with pytest.raises(ConfigError, match="asp needs total_steps"):
-        trainer.fit(lit.Module(), lit.loader())
-    trainer = lit.trainer(tmp_path, [integration.NMCallback("asp", total_steps=0, exclude=None)])
-    with one_line(ConfigError, "total_steps=0: it takes"):
-        trainer.fit(lit.Module(), lit.loader())
 
 
 def test_a_recipe_without_phases_needs_no_length(tmp_path):

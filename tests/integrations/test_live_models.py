@@ -16,14 +16,14 @@ from training import attach, batch, everything, net, start, train
 import nmrun
 from nmrun.errors import ConfigError, RunError
 
+ONNX = pytest.param("onnx", marks=pytest.mark.minutes)
 
-@pytest.mark.parametrize(
-    "how", ["export", "trace", pytest.param("onnx", marks=pytest.mark.minutes)]
-)  # fmt: skip
+
+@pytest.mark.parametrize("how", ["export", "trace", ONNX])
 def test_a_live_model_is_exported_and_trains_on(how, tmp_path):
     (model, optimizer, handle), plain = start("sr_ste"), start("sr_ste")
-    for trained, other, _ in ((model, optimizer, handle), plain):
-        train(trained, other, range(3))
+    train(model, optimizer, range(3))
+    train(*plain[:2], range(6))
     x = batch(3)
     expected = model(x).detach()
     if how == "export":
@@ -39,8 +39,7 @@ def test_a_live_model_is_exported_and_trains_on(how, tmp_path):
         name = session.get_inputs()[0].name
         actual = torch.from_numpy(session.run(None, {name: x.numpy()})[0])
     torch.testing.assert_close(actual, expected)
-    for trained, other, _ in ((model, optimizer, handle), plain):
-        train(trained, other, range(3, 6))
+    train(model, optimizer, range(3, 6))
     assert everything(model, optimizer, handle) == everything(*plain)
 
 
@@ -49,11 +48,10 @@ def test_adapters_of_peft_are_refused_with_the_reason():
     peft = pytest.importorskip("peft", reason="needs peft: pip install '.[integrations]'")
     model = peft.get_peft_model(net(), peft.LoraConfig(r=4, target_modules=["0", "2"]))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    with pytest.raises(ConfigError, match=r"no weight of this model .*adapter") as e:
+    with pytest.raises(ConfigError, match=r"no weight of this model .*and 2 more: frozen") as e:
         nmrun.sparsify(model, optimizer, "sr_ste", "2:4", exclude=None)
-    assert "\n" not in str(e.value)
+    # each reason once, however many weights it has
     assert str(e.value).count("frozen") == str(e.value).count("an adapter") == 1
-    assert "and 2 more: frozen" in str(e.value)  # each reason once, however many weights it has
 
 
 def test_peft_on_a_finished_model_leaves_its_base_nm():
@@ -136,9 +134,9 @@ def test_deepspeed_is_refused():
     """Its optimizers are no torch optimizers, also inside accelerate's wrapper."""
     stage = type(
         "DeepSpeedZeroOptimizer", (), {"__module__": "deepspeed.runtime.zero.stage_1_and_2"}
-    )
+    )()
     wrapper = type("DeepSpeedOptimizerWrapper", (), {"__module__": "accelerate.utils.deepspeed"})()
-    wrapper.optimizer = stage()
-    for optimizer in (stage(), wrapper):
+    wrapper.optimizer = stage
+    for optimizer in (stage, wrapper):
         with one_line(ConfigError, r"flat copies of the weights, .* use DDP"):
             nmrun.sparsify(net(), optimizer, "sr_ste", "2:4", exclude=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
 import pytest
 import reference
@@ -40,6 +41,13 @@ def optimizer_of(model: nn.Module, name: str = "adamw") -> torch.optim.Optimizer
 
 def sparse(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: str) -> nmrun.Handle:
     return nmrun.sparsify(model, optimizer, recipe, "2:4", STEPS, exclude=EXCLUDE)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: Iterable[int]) -> None:
+    for step in numbers:
+        model(images(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -86,9 +94,7 @@ def test_its_average_made_before_or_after(first):
             average = utils.ModelEmaV3(model, decay=0.5)
     mean = {w.name: w.dense.clone() for w in handle.sparse}
     for step in range(STEPS):
-        model(images(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        steps(model, optimizer, [step])
         with handle.dense_weights():
             average.update(model)
         for weight in handle.sparse:
@@ -107,13 +113,6 @@ def test_its_checkpoints_are_read_by_a_plain_model_and_resume(stop, tmp_path):
     optimizer = optimizer_of(model)
     saver = utils.CheckpointSaver(model, optimizer, checkpoint_dir=str(tmp_path))
     handle = sparse(model, optimizer, "asp")
-
-    def steps(model, optimizer, numbers):
-        for step in numbers:
-            model(images(step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
     steps(model, optimizer, range(stop))
     saver.save_checkpoint(0, metric=0.0)
     now = copy.deepcopy(bits(model.state_dict()))

@@ -103,12 +103,10 @@ def _gpt2(run: FinishedRun, config: Any) -> Made:
     state = {
         names[n]: t.T.contiguous() if n.endswith(TRANSPOSED) else t for n, t in run.state.items()
     }
-    has_bias = "ln_f.bias" in run.state
-    if not has_bias:  # their layers always have biases
-        zeros = {
-            n: torch.zeros_like(t) for n, t in theirs.state_dict().items() if n.endswith("bias")
-        }
-        state = zeros | state
+    if "ln_f.bias" not in run.state:  # their layers always have biases
+        for name, tensor in theirs.state_dict().items():
+            if name.endswith("bias"):
+                state[name] = torch.zeros_like(tensor)
     _fill(theirs, state)
     return theirs, names
 

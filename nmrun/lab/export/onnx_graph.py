@@ -124,10 +124,11 @@ def locate(graph: Any, run: FinishedRun, helper: Any) -> list[dict[str, Any]]:
     values = {n: torch.tensor(helper.to_array(t)) for n, t in stored.items() if n in axes}
     layers = []
     for layer in run.layers:
-        weight = run.state[layer.name]
-        same = (n for n, value in values.items() if _is_same(value, weight, axes[n]))
-        name = layer.name if layer.name in values else next(same, None)
-        if name is None:
+        weight, name = run.state[layer.name], layer.name
+        if name not in values:  # a matrix has another name, and may be transposed
+            turned = ((n, v if axes[n] == 1 else v.T) for n, v in values.items() if v.dim() == 2)
+            name = next((n for n, value in turned if torch.equal(value, weight)), "")
+        if not name:
             continue
         axis = axes[name]
         found = values.pop(name) + 0.0  # a folded batch norm's negative factor makes -0.0
@@ -146,11 +147,6 @@ def _axis(node: Any) -> int:
     if node.op_type == "Gemm":
         return int(any(attribute.name == "transB" and attribute.i for attribute in node.attribute))
     return 1 if node.op_type == "Conv" else 0
-
-
-def _is_same(value: Tensor, weight: Tensor, axis: int) -> bool:
-    """Whether an initializer is this matrix, transposed where its rows are summed over."""
-    return value.dim() == 2 and torch.equal(value if axis == 1 else value.T, weight)
 
 
 def _holds(weight: Tensor, n: int, m: int, axis: int) -> bool:

@@ -76,8 +76,9 @@ def _in_int8(run: FinishedRun) -> tuple[dict[str, Rounded], list[str]]:
             parts[name].append(site)
     low, timings = dict[str, Rounded](), dict[Any, dict[str, float]]()
     for name in parts.keys() - reasons.keys():
-        kind = _faster(parts[name], timings)
-        low[name] = *_round(run.state[name], sparse[name].dim), kind
+        kind, dim = _faster(parts[name], timings), sparse[name].dim
+        values, scales = int8.rounded(run.state[name].movedim(dim, -1))
+        low[name] = values.movedim(-1, dim).contiguous(), scales, kind
         for site in parts[name]:
             site.layer = site.candidates[kind]
     for module, group in by_module.items():
@@ -98,9 +99,3 @@ def _faster(parts: list[Site], timings: dict[Any, dict[str, float]]) -> str:
         total.update(timings[site.timing_key])
     paths = set.intersection(*(set(site.candidates) for site in parts))
     return min(paths, key=lambda name: total[name])
-
-
-def _round(weight: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """A matrix whose groups run along ``dim`` as int8, and the scales of its rows."""
-    values, scales = int8.rounded(weight.movedim(dim, -1))
-    return values.movedim(-1, dim).contiguous(), scales

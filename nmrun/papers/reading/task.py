@@ -422,23 +422,15 @@ def squad(config: Config, device: torch.device) -> Reading:
 def read(path: Path) -> list[list[Question]]:
     """The questions of a file by article. Raises ConfigError for what is no such file."""
     with refused(f"{path}: no file of SQuAD: ", OSError, ValueError, KeyError, TypeError):
-        articles = json.loads(path.read_text(encoding="utf-8"))["data"]
-        return [
-            [question for text in a["paragraphs"] for question in _questions(text)]
-            for a in articles
-        ]
-
-
-def _questions(paragraph: dict[str, Any]) -> list[Question]:
-    return [
-        Question(
-            entry["id"],
-            entry["question"].strip(),
-            paragraph["context"],
-            tuple((answer["text"], answer["answer_start"]) for answer in entry["answers"]),
-        )
-        for entry in paragraph["qas"]
-    ]
+        articles: list[list[Question]] = []
+        for article in json.loads(path.read_text(encoding="utf-8"))["data"]:
+            articles.append([])
+            for paragraph in article["paragraphs"]:
+                for entry in paragraph["qas"]:
+                    answers = tuple((a["text"], a["answer_start"]) for a in entry["answers"])
+                    asked, text = entry["question"].strip(), paragraph["context"]
+                    articles[-1].append(Question(entry["id"], asked, text, answers))
+        return articles
 
 
 PEOPLE = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Ida")

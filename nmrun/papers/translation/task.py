@@ -224,7 +224,7 @@ class Translation(Categorical):
 
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
-        search = self._search(model)
+        search, marks = self._search(model), (self.target.eos(), self.target.pad())
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         translations: dict[int, str] = {}
         rows, cuts = bucketed(self.splits[split], self.max_tokens)
@@ -238,7 +238,9 @@ class Translation(Categorical):
                 net_input = {"src_tokens": inputs[0], "src_lengths": lengths}
                 found = search.generate([], {"net_input": net_input})
                 for row, (best, *_) in zip(some.tolist(), found, strict=True):
-                    translations[row] = self.detokenize(self._symbols(best["tokens"].tolist()))
+                    tokens = [token for token in best["tokens"].tolist() if token not in marks]
+                    symbols = [self.target.symbols[token] for token in tokens]
+                    translations[row] = self.detokenize(symbols)
         return {"loss": float(total), "translations": translations}
 
     def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
@@ -280,10 +282,6 @@ class Translation(Categorical):
             max_len_a=LONGEST[0],
             max_len_b=LONGEST[1],
         )
-
-    def _symbols(self, tokens: Sequence[int]) -> list[str]:
-        marks = self.target.eos(), self.target.pad()
-        return [self.target.symbols[token] for token in tokens if token not in marks]
 
 
 def _logits(model: Any, source: Tensor, previous: Tensor, where: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from reference import top
 from runs import result_of, rewrite, write_run
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from training import bits
 from verbs import verb
 
 import nmrun
@@ -40,13 +41,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def groups_of(weight: Tensor, m: int, dim: int) -> Iterator[tuple[list[int | slice], int]]:
     """Each group as an index, with the number of its non-zeros, one after the other."""
     dim = dim % weight.dim()
-    sizes = [
-        range(0, size, m) if axis == dim else range(size) for axis, size in enumerate(weight.shape)
-    ]
-    for place in product(*sizes):
-        index: list[int | slice] = [
-            slice(i, i + m) if axis == dim else i for axis, i in enumerate(place)
-        ]
+    steps = [m if axis == dim else 1 for axis in range(weight.dim())]
+    for place in product(
+        *(range(0, size, step) for size, step in zip(weight.shape, steps, strict=True))
+    ):
+        index: list[int | slice] = [*place]
+        index[dim] = slice(place[dim], place[dim] + m)
         yield index, sum(value != 0 for value in weight[tuple(index)].tolist())
 
 
@@ -65,15 +65,8 @@ def net(seed: int = 0) -> nn.Sequential:
 def trained(recipe: str, steps: int, **options: Any) -> tuple[nn.Sequential, nmrun.Handle]:
     model = net()
     optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.05)
-    handle = nmrun.sparsify(
-        model,
-        optimizer,
-        recipe,
-        "2:4",
-        TOTAL,
-        **OPTIONS.get(recipe, {}),
-        **{"exclude": None, **options},
-    )
+    settings = {"exclude": None, **OPTIONS.get(recipe, {}), **options}
+    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **settings)
     for _ in range(steps):
         model(torch.randn(4, 8, 3, 3)).square().mean().backward()
         optimizer.step()
@@ -99,23 +92,18 @@ def test_a_tensor_holds_exactly_if_no_group_has_more(shape, dim, pattern):
         wrong = [(index, count) for index, count in counts if count > n]
         seen.add(bool(wrong))
         report = layer_report("w", weight, nmrun.Pattern(n, m), dim)
-        assert (report["holds"], report["nonzeros"]) == (
-            not wrong,
-            sum(count for _, count in counts),
-        )
+        assert report["holds"] == (not wrong)
+        assert report["nonzeros"] == sum(count for _, count in counts)
         if not wrong:
             assert check_nm(weight, pattern, dim) == ["tensor"]
             continue
         with pytest.raises(ValueError, match=f"^tensor is not {pattern}: ") as raised:
             check_nm(weight, pattern, dim)
-        count, size, place = re.findall(
-            r"(\d+) of (\d+) weights at \[(.*)\] are non-zero$", str(raised.value)
-        )[0]
-        index = [
-            slice(int(i.split("-")[0]), int(i.split("-")[1]) + 1) if "-" in i else int(i)
-            for i in place.split(", ")
-        ]
-        assert (index, int(count), int(size)) == (*wrong[0], m)
+        index, count = wrong[0]
+        place = ", ".join(
+            f"{i.start}-{i.stop - 1}" if isinstance(i, slice) else f"{i}" for i in index
+        )
+        assert f"{count} of {m} weights at [{place}] are non-zero" in str(raised.value)
     assert seen == {False, True}
 
 
@@ -138,29 +126,22 @@ def test_of_a_plain_model_every_weight_that_could_hold_is_checked():
     with torch.no_grad():
         model[0].weight[:, [0, 1, 4, 5]] = 0.0
         model[3].weight[:, :3] = 0.0
-    with pytest.raises(
-        ValueError, match=r"^5.weight is not 2:4: 4 of 4 weights at \[0, 0-3\] are non-zero$"
+    for pattern, options, names in (
+        ("2:4", {"exclude": "5"}, ["0.weight", "3.weight"]),
+        ("2:4", {"include": ["0", "3"]}, ["0.weight", "3.weight"]),
+        ("2:4", {"overrides": {"3": "1:4", "5": "dense"}}, ["0.weight", "3.weight"]),
+        # 3 has four inputs
+        ("2:8", {"overrides": {"0": "4:8", "5": "8:8"}}, ["0.weight", "5.weight"]),
     ):
-        check_nm(model, "2:4", exclude=None)
-    assert check_nm(model, "2:4", exclude="5") == ["0.weight", "3.weight"]
-    assert check_nm(model, "2:4", include=["0", "3"], exclude=None) == ["0.weight", "3.weight"]
-    assert check_nm(model, "2:4", overrides={"3": "1:4", "5": "dense"}, exclude=None) == [
-        "0.weight",
-        "3.weight",
-    ]
-    # 3 has four inputs
-    assert check_nm(model, "2:8", overrides={"0": "4:8", "5": "8:8"}, exclude=None) == [
-        "0.weight",
-        "5.weight",
-    ]
-    with pytest.raises(ValueError, match=r"^0.weight is not 1:4"):
-        check_nm(model, "2:4", overrides={"0": "1:4", "5": "dense"}, exclude=None)
-    with pytest.raises(
-        ValueError, match="no weight of this model could hold 1:64: nothing to check"
+        assert check_nm(model, pattern, **{"exclude": None, **options}) == names
+    for pattern, options, message in (
+        ("2:4", {}, r"^5.weight is not 2:4: 4 of 4 weights at \[0, 0-3\] are non-zero$"),
+        ("2:4", {"overrides": {"0": "1:4", "5": "dense"}}, r"^0.weight is not 1:4"),
+        ("1:64", {}, "no weight of this model could hold 1:64: nothing to check"),
+        ("2:4", {"exclude": "head"}, "exclude: 'head' matches no layer"),
     ):
-        check_nm(model, "1:64", exclude=None)
-    with pytest.raises(ValueError, match="exclude: 'head' matches no layer"):
-        check_nm(model, "2:4", exclude="head")
+        with pytest.raises(ValueError, match=message):
+            check_nm(model, pattern, **{"exclude": None, **options})
 
 
 @pytest.mark.parametrize("steps", [0, 3, TOTAL])
@@ -172,41 +153,30 @@ def test_the_final_state_is_what_finalize_leaves_under_plain_names(recipe, steps
     finalize leaves nothing.
     """
     model, handle = trained(recipe, steps, exclude="5")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = bits(model.state_dict())
     plain, x = net(1).eval(), torch.randn(2, 8, 3, 3)
     final = Replicated(model, handle.optimizer, handle).final_state_dict()
     assert list(final) == sorted(plain.state_dict())
-    check_nm(final["0.weight"], "2:4")
-    check_nm(final["3.weight"], "2:4")
-    assert not any(
-        (t[t == 0]).signbit().any() for name, t in final.items() if name in ("0.weight", "3.weight")
-    )
+    for name in ("0.weight", "3.weight"):
+        check_nm(final[name], "2:4")
+        assert not final[name][final[name] == 0].signbit().any()
+    left = bits(dict(final))
     plain.load_state_dict(final)
     if handle.is_sparse:
         assert torch.equal(plain(x), model(x))
         assert all(torch.equal(tensor, final[name]) for name, tensor in model.state_dict().items())
     for tensor in final.values():
         tensor.zero_()
-    assert list(model.state_dict()) == list(before)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert bits(model.state_dict()) == before
     if steps == 0 or not handle.is_sparse:
-        with pytest.raises(
-            RunError, match="never stepped" if steps == 0 else "dense phase|is not 2:4"
-        ):
+        message = "never stepped" if steps == 0 else "dense phase|is not 2:4"
+        with pytest.raises(RunError, match=message):
             handle.finalize()
         assert len(handle.sparse) == 2
-        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert bits(model.state_dict()) == before
         return
     handle.finalize()
-    assert sorted(model.state_dict()) == list(final)
-    assert all(
-        torch.equal(tensor, model.state_dict()[name]) for name, tensor in plain.state_dict().items()
-    )
-    assert not any(
-        (t[t == 0]).signbit().any()
-        for name, t in model.state_dict().items()
-        if name in ("0.weight", "3.weight")
-    )
+    assert bits(model.state_dict()) == left
 
 
 def test_the_final_state_of_a_dense_phase_is_pruned_by_magnitude():
@@ -217,9 +187,7 @@ def test_the_final_state_of_a_dense_phase_is_pruned_by_magnitude():
     expected = layer.weight.detach() * top(layer.weight.detach(), 2, 4)
     assert handle.phase == "dense"
     assert torch.equal(Replicated(layer, optimizer, handle).final_state_dict()["weight"], expected)
-    with pytest.raises(
-        RunError, match=r"training ended in a dense phase of step, after step 1 of total_steps=8"
-    ):
+    with pytest.raises(RunError, match=r"a dense phase of step, after step 1 of total_steps=8"):
         handle.finalize()
     average = copy.deepcopy(layer)
     handle.finalize(average)
@@ -267,32 +235,21 @@ def test_a_finished_run_is_copied_with_what_it_is(tmp_path, capsys):
     assert sorted(load_file(to / "model.safetensors")) == ["a", "b", "bias"]
     assert (to / "model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
     about = json.loads((to / "sparsity.json").read_text())
-    assert (about["pattern"], about["recipe"], about["id"]) == (
-        "2:4",
-        {"name": "ste"},
-        "0123456789",
-    )
-    assert [(layer["name"], layer["pattern"], layer["dim"]) for layer in about["layers"]] == [
-        ("a", "2:4", 1),
-        ("b", "1:8", 0),
-    ]
+    assert about.pop("layers") == result_of(run)["sparsity"]["layers"]
+    assert about == {"pattern": "2:4", "recipe": {"name": "ste"}, "id": "0123456789"}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"a": torch.ones(4, 8)}, "is not 2:4"),  # whatever result.json says
-        ({"b": torch.ones(16, 2)}, "is not 1:8"),
-        (
-            {"b": torch.eye(16)[:, :2] + torch.eye(16)[:, 1:3]},
-            "is not 1:8",
-        ),  # two of a column's first eight
+        # two of a column's first eight
+        ({"b": torch.eye(16)[:, :2] + torch.eye(16)[:, 1:3]}, "is not 1:8"),
     ],
 )
 def test_what_does_not_hold_is_not_copied(changes, message, tmp_path, capsys):
-    assert (
-        verb("export", str(folder(tmp_path / "run", **changes)), "--out", str(tmp_path / "to")) == 1
-    )
+    run = folder(tmp_path / "run", **changes)
+    assert verb("export", str(run), "--out", str(tmp_path / "to")) == 1
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "to").exists()
 
@@ -322,27 +279,22 @@ def test_what_was_changed_is_not_copied(name, content, tmp_path, capsys):
     (run / name).write_bytes(data)
     assert export() == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(
-        f"nmrun: {run / name}: it was changed: its SHA-256 is another; remove it"
-    )
+    assert line.startswith(f"nmrun: {run / name}: it was changed: its SHA-256 is another; remove")
     assert not to.exists()
 
 
 def test_only_finished_runs_are_copied(tmp_path, capsys):
-    failed, bare, garbled = (
-        folder(tmp_path / name, "failed" if name == "failed" else "finished")
-        for name in ("failed", "b", "g")
-    )
-    (garbled / "result.json").write_text("{")
-    assert verb("export", str(garbled), "--out", str(tmp_path / "to")) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"nmrun: {garbled / 'result.json'}: it is damaged")
+    failed = folder(tmp_path / "failed", "failed")
+    bare, garbled = (folder(tmp_path / name) for name in ("bare", "garbled"))
     (bare / "model.safetensors").unlink()
-    assert verb("export", str(bare), "--out", str(tmp_path / "to")) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"nmrun: {bare / 'model.safetensors'}: it is missing")
-    for run in (failed, tmp_path / "nothing"):
-        assert verb("export", str(run), "--out", str(tmp_path / "to")) == 2
+    (garbled / "result.json").write_text("{")
+    for run, status, message in (
+        (garbled, 1, f"{garbled / 'result.json'}: it is damaged"),
+        (bare, 1, f"{bare / 'model.safetensors'}: it is missing"),
+        (failed, 2, f"{failed}: no finished run is there"),
+        (tmp_path / "nothing", 2, f"{tmp_path / 'nothing'}: no finished run is there"),
+    ):
+        assert verb("export", str(run), "--out", str(tmp_path / "to")) == status
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"nmrun: {run}: no finished run is there")
+        assert line.startswith(f"nmrun: {message}")
     assert not (tmp_path / "to").exists()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import one_line
 from runs import write_run
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -60,23 +61,17 @@ def exported(place: Path, model: nn.Module, **options: Any) -> tuple[Path, nn.Mo
     return place / "to", dense.eval()
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[str, Any], int]] = {
-    "encoder": (
-        encoder,
-        lambda: torch.randn(3, 7, 18),
-        {"pad": True, "overrides": {".*linear1": "1:8"}},
-        7,
-    ),
-    "images": (images, lambda: torch.randn(3, 4, 6, 6), {}, 2),
-}
+PADDED = {"pad": True, "overrides": {".*linear1": "1:8"}}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("make", "shape", "options", "layers"),
+    [(encoder, (3, 7, 18), PADDED, 7), (images, (3, 4, 6, 6), {}, 2)],
+)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_model_computes_what_the_run_did(tmp_path, name, device):
-    make, sample, options, layers = MODELS[name]
+def test_the_model_computes_what_the_run_did(tmp_path, make, shape, options, layers, device):
     path, dense = exported(tmp_path, make(), **options)
-    x = sample()
+    x = torch.randn(shape)
     with torch.device(device):
         empty = make()
     model = nmrun.load_packed(path, empty)
@@ -135,9 +130,7 @@ def test_rows_that_share_their_columns_are_blocks_where_amx_is(tmp_path, monkeyp
     torch.manual_seed(1)
     path, dense = exported(tmp_path, model(), overrides={"0|1": "16:4:8"})
     multiply, x = BlockMatrix.multiply, torch.randn(5, 40).bfloat16()
-    monkeypatch.setattr(
-        blocks, "tiles_obstacle", lambda: "" if amx else "this processor has no AMX"
-    )
+    monkeypatch.setattr(blocks, "tiles_obstacle", lambda: "" if amx else "no AMX")
     monkeypatch.setattr(BlockMatrix, "multiply", lambda *args: multiply(*args, by_tiles=False))
     loaded = nmrun.load_packed(path, model().bfloat16())
     assert [type(m) for m in loaded] == [BlockLinear if amx else Bf16Linear] * 2
@@ -168,10 +161,6 @@ def _short(tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
     tensors["3.weight.values"] = tensors["3.weight.values"][:-1].clone()
 
 
-def _shape(tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-    next(line for line in header["layers"] if line["name"] == "3.weight")["shape"] = [20, 64]
-
-
 def _twice(tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
     header["layers"].append(header["layers"][0])
 
@@ -193,20 +182,15 @@ def _renamed(tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
     tensors["4.bias"] = tensors.pop("3.bias")
 
 
-def _scales(dtype: torch.dtype) -> Callable[[dict[str, Tensor], dict[str, Any]], None]:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_scales_are_float32(dtype, tmp_path):
+    path, _ = exported(tmp_path, images())
+
     def forge(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
         tensors["3.weight.values"] = tensors["3.weight.values"].to(torch.int8)
         tensors["3.weight.scales"] = torch.ones(10, dtype=dtype)
 
-    return forge
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_scales_are_float32(dtype, tmp_path):
-    path, _ = exported(tmp_path, images())
-    changed(path, _scales(torch.float32))
-    assert packed.load(path)["3.weight"].dtype == torch.float32
-    changed(path, _scales(dtype))
+    changed(path, forge)
     with pytest.raises(ValueError, match="other scales"):
         packed.load(path)
 
@@ -235,7 +219,7 @@ def test_a_small_file_of_huge_weights_is_not_unpacked(tmp_path, monkeypatch):
         (lambda file: file.write_bytes(file.read_bytes()[:-4] + b"\x01\x02\x03\x04"), "SHA-256 of"),
         (lambda file: file.unlink(), "cannot be read"),
         (lambda file: changed(file.parent, _short), "3.weight.values is"),
-        (lambda file: changed(file.parent, _shape), "another model: 3.weight is [20, 64] there, [10, 128] here"),
+        (_line(shape=[20, 64]), "another model: 3.weight is [20, 64] there, [10, 128] here"),
         (lambda file: changed(file.parent, _renamed), "another model: 3.bias is missing there, [10] here"),
         (lambda file: changed(file.parent, _twice), "it has 0.weight twice"),
         (lambda file: changed(file.parent, _beside), "it has 3.weight twice"),
@@ -256,10 +240,8 @@ def test_a_damaged_file_changes_nothing(tmp_path, damage, message):
     if "another model" not in message:
         with pytest.raises(ValueError, match=re.escape(message)):
             packed.load(path)
-    with pytest.raises(ConfigError) as error:
+    with one_line(ConfigError, re.escape(message)):
         nmrun.load_packed(path, model)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
     assert list(model) == layers
     assert model.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -286,16 +268,12 @@ needs_int8 = pytest.mark.skipif(bool(int8.KERNELS.obstacle()), reason=int8.KERNE
 @pytest.mark.parametrize(
     ("faster", "kind"), [("int8", Int8Linear), ("dense int8", DenseInt8Linear)]
 )
-def test_a_run_in_int8(
-    faster, kind, tmp_path,
-    capsys, monkeypatch,
-):  # fmt: skip
+def test_a_run_in_int8(faster, kind, tmp_path, capsys, monkeypatch):
     """Exported and loaded: the metric that the export told is the loaded model's own, and each layer
     is the one that was the faster when it was written.
     """
-    monkeypatch.setattr(
-        deploying, "milliseconds", lambda arms, *_: {name: 1.0 - (name == faster) for name in arms}
-    )
+    times = lambda arms, *_: {name: 1.0 - (name == faster) for name in arms}  # noqa: E731
+    monkeypatch.setattr(deploying, "milliseconds", times)
     words = ["dataset=digits", "model=mlp", "recipe=ste", "sparsity=1:4", "trainer.epochs=2"]
     result = nmrun.run(words, output_dir=str(tmp_path / "runs"))
     plain, low = tmp_path / "plain", tmp_path / "low"
@@ -351,12 +329,12 @@ def test_parts_of_attention_and_conv1d_come_from_int8(tmp_path):
     with torch.no_grad():
         outputs, expected = model(x), dense(x)
     assert float((outputs - expected).norm() / expected.norm()) < 0.03
-    for layer, message in (("int4", "none of int8, dense int8"), ("dense int8", "")):
-        header["layers"][0]["layer"] = layer
-        sealed(file, tensors, header)
-        if message:
-            with pytest.raises(ConfigError, match=message):
-                nmrun.load_packed(file, encoder())
+    header["layers"][0]["layer"] = "int4"
+    sealed(file, tensors, header)
+    with pytest.raises(ConfigError, match="none of int8, dense int8"):
+        nmrun.load_packed(file, encoder())
+    header["layers"][0]["layer"] = "dense int8"
+    sealed(file, tensors, header)
     loaded = nmrun.load_packed(file, encoder())
     assert sum(isinstance(m, DenseInt8Linear) for m in loaded.modules()) == 1
     with torch.no_grad():
@@ -371,9 +349,7 @@ def test_int8_without_its_products_is_one_line(tmp_path, monkeypatch):
     exported(tmp_path, encoder(), pad=True)
     monkeypatch.setattr(int8, "KERNELS", replace(int8.KERNELS, sources=("nm_scratch",)))
     words = [str(tmp_path / "run"), "--out", str(tmp_path / "low"), "--format", "packed"]
-    with pytest.raises(
-        RunError, match=r"^--precision int8: this processor has no AVX-512 with VNNI and VBMI$"
-    ):
+    with pytest.raises(RunError, match=r"^--precision int8: this processor has no AVX-512"):
         cli.export([*words, "--precision", "int8"])
     assert not (tmp_path / "low").exists()
 

@@ -17,7 +17,6 @@ from nmrun.errors import ConfigError
 from nmrun.lab import models
 from nmrun.lab.keys.options import defaults, keys
 from nmrun.lab.models.texts import GPTNetwork
-from nmrun.lab.train import runner
 
 SIZES = {
     "gpt2": 124_439_808,
@@ -87,14 +86,8 @@ def test_dropout_is_for_training_alone():
 @pytest.mark.parametrize(("include", "layers"), [(None, 4), (r"h\.\d+\.mlp\..*", 2)])
 def test_which_layers_are_sparse(include, layers):
     model = tiny()
-    handle = nmrun.sparsify(
-        model,
-        torch.optim.Adam(model.parameters()),
-        "ste",
-        "2:4",
-        include=include,
-        exclude=config("gpt_tiny")["exclude"],
-    )
+    chosen = {"include": include, "exclude": config("gpt_tiny")["exclude"]}
+    handle = nmrun.sparsify(model, torch.optim.Adam(model.parameters()), "ste", "2:4", **chosen)
     names = {weight.name.split(".", 2)[2] for weight in handle.sparse}
     ffn = {"mlp.c_fc.weight", "mlp.c_proj.weight"}
     assert names == (ffn if include else ffn | {"attn.c_attn.weight", "attn.c_proj.weight"})
@@ -128,11 +121,9 @@ def pretrained(tmp_path_factory):
     return folder, theirs
 
 
-def load(folder, vocabulary=31, context=10):
-    return models.build(
-        {**config("hf_gpt2"), "pretrained": str(folder)},
-        {"vocabulary": vocabulary, "context": context},
-    )
+def load(folder, vocabulary=31):
+    named = {**config("hf_gpt2"), "pretrained": str(folder)}
+    return models.build(named, {"vocabulary": vocabulary, "context": 10})
 
 
 def test_pretrained_gives_hugging_faces_logits(pretrained):
@@ -161,17 +152,9 @@ def test_pretrained_is_fine_tuned(tmp_path):
         vocab_size=256, n_positions=64, n_embd=16, n_layer=1, n_head=2
     )
     transformers.GPT2LMHeadModel(options).save_pretrained(tmp_path / "hf")
-    words = (
-        "model=hf_gpt2",
-        f"model.pretrained={tmp_path / 'hf'}",
-        "dataset=stdlib_text",
-        "recipe=asp",
-        "recipe.prune_at=0",
-    )
-    result = runner.run(
-        runs.config(tmp_path, *words, "trainer.epochs=1", "dataset.context=16"), tmp_path / "run"
-    )
-    assert result["status"] == "finished"
+    words = ("model=hf_gpt2", f"model.pretrained={tmp_path / 'hf'}", "recipe=asp")
+    data = ("dataset=stdlib_text", "dataset.context=16", "trainer.epochs=1", "recipe.prune_at=0")
+    result = runs.finished(runs.config(tmp_path, *words, *data))
     assert [layer["holds"] for layer in result["sparsity"]["layers"]] == [True] * 4
 
 

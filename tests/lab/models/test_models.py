@@ -4,7 +4,7 @@ images they take.
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from typing import Any
 
 import pytest
@@ -52,29 +52,28 @@ def parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def chosen(model: nn.Module, settings: dict[str, Any], pattern: str = "2:4") -> tuple[Any, Any]:
+    """The weights that are sparse by default, and those that are not."""
+    return select(model, Pattern.parse(pattern), settings["include"], settings["exclude"])
+
+
+def sparse_layers(model: nn.Module, name: str) -> int:
+    """How many there are by default; the first layer and the last one are none."""
+    sparse, dense = chosen(model, options(name))
+    first, *_, last = [candidate.name for candidate in candidates(model)]
+    assert {first, last} <= {left.name for left in dense}
+    return len(sparse)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IMAGENET)
 def test_for_imagenet(name):
-    count, sparse_layers = IMAGENET[name]
-    model, settings = built(name, 224, 1000), options(name)
-    assert parameters(model) == count
+    model = built(name, 224, 1000)
+    assert (parameters(model), sparse_layers(model, name)) == IMAGENET[name]
     assert model(torch.zeros(2, 3, 224, 224, device="meta")).shape == (2, 1000)
-    sparse, dense = select(model, Pattern(2, 4), settings["include"], settings["exclude"])
-    assert len(sparse) == sparse_layers
-    first, *_, last = [candidate.name for candidate in candidates(model)]
-    assert {first, last} <= {left.name for left in dense}
 
 
-# of each family one
-FAMILIES = (
-    "resnet20",
-    "resnet18",
-    "densenet121",
-    "vgg16_bn",
-    "mobilenet_v2",
-    "vit_tiny",
-    "swin_v2_t",
-)
+FAMILIES = "resnet20 resnet18 densenet121 vgg16_bn mobilenet_v2 vit_tiny swin_v2_t".split()  # noqa: SIM905
 
 
 @pytest.mark.parametrize("side", [28, pytest.param(64, marks=pytest.mark.slow)])
@@ -82,13 +81,10 @@ FAMILIES = (
 def test_for_small_images(name, side):
     if name == "vgg16_bn" and side == 28:
         pytest.skip("five poolings leave nothing")
-    channels, settings = (1 if side == 28 else 3), options(name)
+    channels = 1 if side == 28 else 3
     model = built(name, side, 10, channels)
     assert model(torch.zeros(2, channels, side, side, device="meta")).shape == (2, 10)
-    sparse, dense = select(model, Pattern(2, 4), settings["include"], settings["exclude"])
-    first, *_, last = [candidate.name for candidate in candidates(model)]
-    assert {first, last} <= {left.name for left in dense}
-    assert len(sparse) >= 12
+    assert sparse_layers(model, name) >= 12
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -141,13 +137,11 @@ def test_the_shortcut_without_parameters_takes_every_second_pixel():
 )
 def test_forms_differ_in_the_resolution_of_the_maps(name, module, small, large):
     for form, expected in (("auto", small), ("cifar", small), ("imagenet", large)):
-        model, seen = built(name, 32, 10, form=form), []
-        model.get_submodule(module).register_forward_hook(
-            lambda m, i, out, seen=seen: seen.append(tuple(out.shape))
-        )
+        model, seen = built(name, 32, 10, form=form), list[torch.Size]()
+        hook = lambda m, i, out, seen=seen: seen.append(out.shape)  # noqa: E731
+        model.get_submodule(module).register_forward_hook(hook)
         model(torch.zeros(2, 3, 32, 32, device="meta"))
-        shape = seen[0][1:3] if name == "swin_v2_t" else seen[0][2:]
-        assert shape == expected, form
+        assert seen[0][1:3] == expected if name == "swin_v2_t" else seen[0][2:] == expected
     assert parameters(built(name, 128, 10)) == parameters(built(name, 128, 10, form="imagenet"))
 
 
@@ -158,8 +152,7 @@ def test_depthwise_convolutions_cannot_be_sparse():
         f"{name}.weight" for name, m in modules.items() if isinstance(m, nn.Conv2d) and m.groups > 1
     }
     for pattern in ("2:4", "1:4", "1:16"):
-        _, dense = select(model, Pattern.parse(pattern), settings["include"], settings["exclude"])
-        assert depthwise <= {left.name for left in dense}
+        assert depthwise <= {left.name for left in chosen(model, settings, pattern)[1]}
     assert len(depthwise) == 17
 
 
@@ -176,15 +169,12 @@ def test_separate_projections_attend_as_the_fused_ones():
 
 def test_queries_and_keys_can_be_chosen(tmp_path):
     tiny = ("model=vit_tiny", "model.layers=2", "model.width=24", "recipe=sr_ste")
-    parts = build.build(config(tmp_path, *tiny, r"model.include=['.*\.(query|key)']"))
-    assert [weight.name.split(".", 3)[3] for weight in parts.handle.sparse] == [
-        f"self_attention.{name}.weight" for _ in range(2) for name in ("query", "key")
-    ]
-    feed_forward = build.build(config(tmp_path, *tiny))
-    assert [weight.name.split(".", 3)[3] for weight in feed_forward.handle.sparse] == [
-        "mlp.0.weight",
-        "mlp.3.weight",
-    ] * 2
+    for words, names in (
+        ((r"model.include=['.*\.(query|key)']",), ["self_attention.query", "self_attention.key"]),
+        ((), ["mlp.0", "mlp.3"]),
+    ):
+        sparse = build.build(config(tmp_path, *tiny, *words)).handle.sparse
+        assert [weight.module_name.split(".", 3)[3] for weight in sparse] == names * 2
 
 
 def test_stochastic_depth_leaves_out_whole_branches_and_more_of_later_layers():
@@ -225,30 +215,22 @@ def test_networks_for_images_take_no_features(name):
         ("densenet121", "features.conv0", "classifier"),
         ("vgg11_bn", "features.0", "head.fc"),
         ("inception_v3", "Conv2d_1a_3x3.conv", "fc"),
-        ("vit_tiny_patch16_224", "patch_embed.proj", "head"),
     ],
 )
 def test_of_any_network_of_timm_the_first_layer_and_the_head_stay_dense(name, first, head):
     pytest.importorskip("timm")
-    settings = options("timm", name_in_timm=name)
     model = built("timm", 224, 10, name_in_timm=name)
-    _, dense = select(model, Pattern(2, 4), settings["include"], settings["exclude"])
+    _, dense = chosen(model, options("timm"))
     excluded = {each.name for each in dense if "exclude" in each.reason}
     assert excluded == {f"{first}.weight", f"{head}.weight"}
 
 
 def test_timm_networks():
     pytest.importorskip("timm")
-    settings = options("timm", name_in_timm="vit_tiny_patch16_224")
     model = built("timm", 224, 1000, name_in_timm="vit_tiny_patch16_224")
-    assert parameters(model) == 5_717_416
-    sparse, dense = select(model, Pattern(2, 4), settings["include"], settings["exclude"])
-    assert [left.name for left in dense] == [
-        "cls_token",
-        "pos_embed",
-        "patch_embed.proj.weight",
-        "head.weight",
-    ]
+    sparse, dense = chosen(model, options("timm"))
+    left = "cls_token pos_embed patch_embed.proj.weight head.weight"
+    assert [each.name for each in dense] == left.split()
     assert len(sparse) == 12 * 4
     small = built("timm", 32, 10, 1, name_in_timm="vit_tiny_patch16_224", options={"patch_size": 4})
     assert small(torch.zeros(2, 1, 32, 32, device="meta")).shape == (2, 10)
@@ -261,10 +243,9 @@ def test_timm_networks():
 
 
 def test_without_timm_it_is_said_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "timm", None)
+    monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[timm\]'"):
         built("timm", 32, 10)
-    assert importlib.util.find_spec("nmrun.lab.models.images") is not None
 
 
 @pytest.mark.parametrize("group", ["model", "dataset"])
@@ -284,9 +265,7 @@ def test_a_builder_of_one_s_own_may_have_defaults(takes, tmp_path, monkeypatch):
     inputs = {"shape": (3,), "classes": 2}
     assert models.build(named, inputs).out_features == 8
     assert models.build({**named, "width": 5}, inputs).out_features == 5
-    with pytest.raises(
-        ConfigError, match=r"is made from shape, classes, .*where this data set has vocabulary"
-    ):
+    with pytest.raises(ConfigError, match=r"made from shape, classes, .* data set has vocabulary"):
         models.build(named, {"vocabulary": 9})
 
 
@@ -318,7 +297,7 @@ def test_pretrained_networks_keep_all_but_the_head(tmp_path, monkeypatch):
 
     monkeypatch.setattr("torch.hub.download_url_to_file", no_network)
     with one_line(
-        ConfigError, r"weights of mobilenet_v2 are not in .*, and their download failed: no network"
+        ConfigError, r"mobilenet_v2 are not in .*, and their download failed: no network"
     ):
         models.build(options("mobilenet_v2", pretrained=True), inputs)
 

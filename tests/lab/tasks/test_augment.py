@@ -63,19 +63,11 @@ def test_randaugment_does_what_torchvision_does_to_single_images(channels):
     for name, (magnitudes, signed) in theirs._AUGMENTATION_SPACE.items():
         scale = magnitudes(theirs.num_magnitude_bins, 24, 26)
         value = 0.0 if scale is None else float(scale[magnitude])
+        how = {"interpolation": InterpolationMode.NEAREST, "fill": {torch.Tensor: None}}
         for number, factor in enumerate((1, -1) if signed else (1,)):
-            expected[name, number] = torch.stack(
-                [
-                    theirs._apply_image_or_video_transform(
-                        image,
-                        name,
-                        factor * value,
-                        interpolation=InterpolationMode.NEAREST,
-                        fill={torch.Tensor: None},
-                    )
-                    for image in whole
-                ]
-            )
+            apply = theirs._apply_image_or_video_transform
+            made = [apply(image, name, factor * value, **how) for image in whole]
+            expected[name, number] = torch.stack(made)
     counts: dict[str, int] = {}
     for row in range(count):  # a mean over a batch may be rounded to the other side of a half
         fits = [
@@ -110,9 +102,8 @@ def test_erased_boxes_have_the_sizes_and_the_frequency_of_the_definition():
     slack = 0.02  # half a pixel of each side
     assert 0.02 - slack < min(areas) < 0.05
     assert 0.30 < max(areas) < 0.33 + slack
-    assert sum(areas) / len(areas) == pytest.approx(
-        0.175, abs=4 * 0.31 / math.sqrt(12 * len(areas))
-    )
+    error = 0.31 / math.sqrt(12 * len(areas))
+    assert sum(areas) / len(areas) == pytest.approx(0.175, abs=4 * error)
     assert sum(ratios) / len(ratios) == pytest.approx(0.0, abs=0.1)
     assert abs(max(ratios)) < math.log(3.3) + 0.25
 
@@ -158,22 +149,12 @@ def test_with_both_every_batch_has_one_of_them():
     assert abs(pasted - 100) < 4 * math.sqrt(50)
 
 
-EVERYTHING = Augment(
-    crop_padding=2,
-    flip=True,
-    randaugment=2,
-    randaugment_magnitude=9,
-    erasing=0.5,
-    mixup=0.8,
-    cutmix=1.0,
-)
+EVERYTHING = Augment(2, flip=True, randaugment=2, erasing=0.5, mixup=0.8, cutmix=1.0)
 
 
 def task(seed: int, augment: Augment) -> Classification:
-    whole, labels = images(60), torch.arange(60) % 10
-    return Classification(
-        dict.fromkeys(("train", "val", "test"), (whole, labels)), 10, 12, seed, augment=augment
-    )
+    split = images(60), torch.arange(60) % 10
+    return Classification({"train": split, "val": split}, 10, 12, seed, augment=augment)
 
 
 def test_augmented_batches_are_a_function_of_seed_epoch_and_index():
@@ -216,14 +197,11 @@ def test_without_augmentation_images_are_normalised_and_nothing_else():
     ],
 )  # fmt: skip
 def test_every_option_does_something_of_its_own(options):
-    others = ({}, {"randaugment": 1}, {"flip": True}, {"mixup": 1.0})
-    results = [
-        task(0, Augment(**other)).micro_batches(0, 0, 1)[0][0]
-        for other in others
-        if other != options
-    ]
-    inputs = task(0, Augment(**options)).micro_batches(0, 0, 1)[0][0]
-    assert not any(torch.equal(inputs, other) for other in results)
+    def inputs(options: dict[str, Any]) -> Tensor:
+        return task(0, Augment(**options)).micro_batches(0, 0, 1)[0][0]
+
+    for other in ({}, {"randaugment": 1}, {"flip": True}, {"mixup": 1.0}):
+        assert other == options or not torch.equal(inputs(options), inputs(other))
 
 
 def test_a_constant_channel_and_float_images_survive_normalisation():

@@ -51,40 +51,26 @@ def build(tmp_path: Path, *words: str) -> LanguageModelling:
     return task
 
 
-def test_rows_are_joined_by_an_empty_line(folder, tmp_path):
-    task = build(tmp_path, f"dataset.path={folder}", "dataset.column=body")
-    for ours, theirs in (("train", "train"), ("val", "validation"), ("test", "test")):
-        assert bytes(task.splits[ours]) == "\n\n".join(TEXTS[theirs]).encode()
-
-
-def test_rows_without_a_text_are_left_out(folder, tmp_path):
+def test_rows_are_joined_by_an_empty_line_but_for_those_without_a_text(folder, tmp_path):
     with (folder / "train.jsonl").open("a") as file:
         file.write('\n{"body": null, "number": 40}\n{"body": "Last.", "number": null}')
     task = build(tmp_path, f"dataset.path={folder}", "dataset.column=body")
-    assert bytes(task.splits["train"]) == "\n\n".join([*TEXTS["train"], "Last."]).encode()
+    expected = {**TEXTS, "train": [*TEXTS["train"], "Last."]}
+    for ours, theirs in (("train", "train"), ("val", "validation"), ("test", "test")):
+        assert bytes(task.splits[ours]) == "\n\n".join(expected[theirs]).encode()
 
 
 def test_parts_of_a_split_and_one_format(folder, tmp_path):
-    task = build(
-        tmp_path,
-        *("dataset.path=json", f"dataset.files={folder}/train.jsonl", "dataset.column=body"),
-        *('dataset.train="train[:75%]"', 'dataset.val="train[75%:]"', "dataset.test=null"),
-        "dataset.tokenizer=word",
-    )
-    assert not task.has_test
-    rows = [row for number, row in enumerate(TEXTS["train"]) if number < 30]
-    text = "\n\n".join(rows)
-    words = [word for line in text.split("\n") for word in (*line.split(), "<eos>")]
-    numbers = dict(zip(dict.fromkeys(words), range(1000), strict=False))
-    assert np.array_equal(task.splits["train"], [numbers[word] for word in words])
-    assert len(list((tmp_path / "cache").iterdir())) == 1
-    build(
-        tmp_path,
-        *("dataset.path=json", f"dataset.files={folder}/train.jsonl", "dataset.column=body"),
-        *('dataset.train="train[:50%]"', 'dataset.val="train[50%:]"', "dataset.test=null"),
-        "dataset.tokenizer=word",
-    )
-    assert len(list((tmp_path / "cache").iterdir())) == 2  # other rows, encoded anew
+    """Other rows are encoded anew."""
+    where = ("dataset.path=json", f"dataset.files={folder}/train.jsonl", "dataset.column=body")
+    for count, share in ((30, "75%"), (20, "50%")):
+        cut = (f'dataset.train="train[:{share}]"', f'dataset.val="train[{share}:]"')
+        task = build(tmp_path, *where, *cut, "dataset.test=null", "dataset.tokenizer=word")
+        assert not task.has_test
+        text = "\n\n".join(TEXTS["train"][:count])
+        words = [word for line in text.split("\n") for word in (*line.split(), "<eos>")]
+        numbers = {word: number for number, word in enumerate(dict.fromkeys(words))}
+        assert np.array_equal(task.splits["train"], [numbers[word] for word in words])
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 from errors import one_line
-from runs import config
+from runs import config, finished
 from sklearn.metrics import balanced_accuracy_score
 
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
-from nmrun.lab.config.identity import run_folder
 from nmrun.lab.tasks.text.classification import TextClassification, scores
-from nmrun.lab.train import runner
 
 datasets = pytest.importorskip("datasets", reason="needs nmrun[texts]")
 ROWS = [(f"a {word} film, number {n}", word) for n in range(20) for word in ("good", "bad", "dull")]
@@ -63,16 +61,9 @@ def test_all_texts_are_there_once_with_their_class(ending, tmp_path):
     task = build(tmp_path, *words)
     splits = [texts_of(task, split) for split in ("train", "val", "test")]
     assert [len(part) for part in splits] == [48, 6, 6]
-    from nmrun.lab.tasks.text.classification import tokenizer
-
     names = ["bad", "dull", "good"]
-    encoder = tokenizer(config(tmp_path, "dataset=labelled_text", *FEW, *words).dataset)
-    tokens, _, starts = encoder.encode([(text,) for text, _ in ROWS])
-    cut = starts.tolist()
-    expected = [
-        (tuple(tokens[a:b].tolist()), names.index(verdict))
-        for a, b, (_, verdict) in zip(cut, cut[1:], ROWS, strict=False)
-    ]
+    encoded = [task.tokenizer.encode([(text,)])[0].tolist() for text, _ in ROWS]
+    expected = [(tuple(e), names.index(v)) for e, (_, v) in zip(encoded, ROWS, strict=True)]
     assert sorted(part for split in splits for part in split) == sorted(expected)
     assert (task.classes, task.signature["classes"]) == (3, names)
     other = build(tmp_path, *words, "seed=7")
@@ -102,14 +93,14 @@ def test_a_metric_of_one_s_own_decides_which_epoch_is_the_best(tmp_path):
         "balanced_accuracy_score": balanced_accuracy_score([0, 0, 0, 1], [0, 0, 0, 0])
     }
     file = written(tmp_path / "all.csv", [{"text": t, "label": v} for t, v in ROWS])
-    ends = {}
-    for metric, better in (("accuracy", True), ("sklearn.metrics.hamming_loss", False)):
+    ends = []
+    for metric, better in (("accuracy", "true"), ("sklearn.metrics.hamming_loss", "false")):
         cfg = config(
             tmp_path, "dataset=labelled_text", *FEW, f"dataset.train={file}", "recipe=sr_ste",
-            f"dataset.metric={metric}", f"dataset.higher_is_better={str(better).lower()}",
+            f"dataset.metric={metric}", f"dataset.higher_is_better={better}",
         )  # fmt: skip
-        ends[better] = runner.run(cfg, run_folder(cfg))
-    loss, right = (ends[better]["metrics"] for better in (False, True))
+        ends.append(finished(cfg)["metrics"])
+    right, loss = ends
     assert loss["final"]["eval/hamming_loss"] == pytest.approx(1 - right["final"]["eval/accuracy"])
     assert loss["best"]["step"] == right["best"]["step"]
 
@@ -121,23 +112,15 @@ def test_a_metric_of_one_s_own_decides_which_epoch_is_the_best(tmp_path):
         ([{"text": "a", "label": 1}] * 20, (), "all its labels are 1"),
         ([{"text": 3, "label": n % 2} for n in range(20)], (), "row 1 has 3, which is no text"),
         ([{"text": "a", "label": ""}] * 20, (), "row 1 has None, which is no text or no label"),
-        (
-            [{"text": "a", "label": n / 7} for n in range(20)],
-            (),
-            "fractions, so scores: take pearson",
-        ),
-        (
-            [{"text": "a", "label": n % 3} for n in range(40)],
-            ("dataset.metric=f1",),
-            "metric=f1: .*multiclass",
-        ),
+        ([{"text": "a", "label": n / 7} for n in range(20)], (), "fractions, so scores: take pearson"),
+        ([{"text": "a", "label": n % 3} for n in range(40)], ("dataset.metric=f1",), "metric=f1: .*multiclass"),
+        ([{"text": t, "label": v} for t, v in ROWS], ("dataset.metric=sklearn.metrics.nosuch",), "nosuch"),
     ],
-)
+)  # fmt: skip
 def test_files_that_do_not_fit_are_refused_in_a_line(rows, words, message, tmp_path):
     file = written(tmp_path / "all.csv", rows)
-    cfg = config(tmp_path, "dataset=labelled_text", *FEW, f"dataset.train={file}", *words)
     with one_line(ConfigError, message):
-        runner.run(cfg, run_folder(cfg))
+        build(tmp_path, f"dataset.train={file}", *words)
 
 
 def test_a_label_that_no_training_text_has_is_refused(tmp_path):
@@ -157,9 +140,3 @@ def test_rows_that_are_longer_than_the_header_are_refused(tmp_path):
     file.write_text("text,label\n" + "fine, but long,1\nshort, and bad,0\n" * 20)
     with one_line(ConfigError, "rows have more columns than its header"):
         build(tmp_path, f"dataset.train={file}")
-
-
-def test_a_metric_that_is_not_there_is_refused_before_the_training(tmp_path):
-    file = written(tmp_path / "all.csv", [{"text": t, "label": v} for t, v in ROWS])
-    with one_line(ConfigError, "nosuch"):
-        build(tmp_path, f"dataset.train={file}", "dataset.metric=sklearn.metrics.nosuch")

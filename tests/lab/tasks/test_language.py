@@ -155,7 +155,6 @@ def test_a_stride_that_would_leave_tokens_out():
 
 def test_windows_are_stretches_of_the_training_text_and_targets_come_next():
     task = numbered()
-    starts = set()
     for epoch, index in itertools.product(range(4), range(task.batches_per_epoch)):
         (batch,) = task.micro_batches(epoch, index, 1)
         tokens, following = batch
@@ -165,19 +164,15 @@ def test_windows_are_stretches_of_the_training_text_and_targets_come_next():
         assert torch.equal(tokens, tokens[:, :1] + torch.arange(10))
         assert following.max() < 1000  # never into the next split
         assert task.size(batch) == 60
-        starts |= set(tokens[:, 0].tolist())
-    assert min(starts) < 30
-    assert 950 < max(starts) <= 989  # the last window ends with the last token
 
 
 def test_every_start_is_as_likely():
     task = numbered(train=16, val=11, test=11, context=10, batch_size=1)
     starts = [task.micro_batches(epoch, 0, 1)[0][0][0, 0].item() for epoch in range(600)]
     counts = np.bincount(starts)
-    assert len(counts) == 6  # 0 to 5
-    assert (
-        (counts - 100) ** 2 / 100
-    ).sum() < 20.5  # chi-squared with 5 degrees of freedom, p = 0.001
+    assert len(counts) == 6  # the last window ends with the last token
+    # chi-squared with 5 degrees of freedom, p = 0.001
+    assert ((counts - 100) ** 2 / 100).sum() < 20.5
 
 
 def test_batches_depend_on_seed_epoch_and_index_alone():
@@ -189,14 +184,8 @@ def test_batches_depend_on_seed_epoch_and_index_alone():
     for index in range(4):
         tokens(other, 0, index)
     assert torch.equal(later, tokens(other, 5, 7))
-    others = [
-        tokens(one, 5, 8),
-        tokens(one, 7, 5),
-        tokens(one, 6, 7),
-        tokens(numbered(seed=5), 3, 7),
-        tokens(numbered(seed=4), 5, 7),
-    ]
-    assert not any(torch.equal(later, batch) for batch in others)
+    for seed, *place in ((3, 5, 8), (3, 7, 5), (3, 6, 7), (5, 3, 7), (4, 5, 7)):
+        assert not torch.equal(later, tokens(numbered(seed=seed), *place))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 6])
@@ -219,13 +208,8 @@ def test_an_epoch_is_the_windows_that_fit_side_by_side():
 def test_too_short_a_text_is_refused():
     with pytest.raises(ConfigError, match=r"dataset\.context=10: the val text has only 10 tokens"):
         numbered(val=10)
-    assert numbered(val=11).evaluate(Table(torch.zeros(1068, 1068)), "val")[
-        "loss"
-    ] == pytest.approx(math.log(1068), rel=1e-5)
-    with pytest.raises(
-        ConfigError,
-        match=r"trainer\.batch_size=6: the training text has 60 tokens, 5 windows of dataset\.context=10; a batch takes 5 at most",
-    ):
+    numbered(val=11)
+    with pytest.raises(ConfigError, match=r"batch_size=6: .* 60 tokens, 5 windows .* 5 at most"):
         numbered(train=60)
     assert numbered(train=61).batches_per_epoch == 1
 
@@ -233,22 +217,11 @@ def test_too_short_a_text_is_refused():
 def test_a_token_outside_the_vocabulary_stops_the_run():
     task = numbered()
     task.splits["val"][50] = 1160
-    with pytest.raises(
-        RunError, match="the val text has the token 1160, outside the vocabulary of 1160"
-    ):
+    with pytest.raises(RunError, match=r"the val text has the token 1160, outside .* 1160"):
         task.evaluate(Table(torch.zeros(1160, 1160)), "val")
 
 
 # --- tokens ---------------------------------------------------------------------------------------
-
-
-def test_bytes_are_themselves():
-    arrays, size = files.encode({"train": b"\x00a\xff", "val": "ä".encode()}, "byte")
-    assert size == 256
-    assert {name: array.tolist() for name, array in arrays.items()} == {
-        "train": [0, 97, 255],
-        "val": [0xC3, 0xA4],
-    }
 
 
 def test_characters_of_all_splits_are_numbered_in_order():
@@ -291,28 +264,23 @@ def test_a_hugging_face_tokenizer_loses_nothing(tmp_path, monkeypatch):
     bpe.decoder = tokenizers.decoders.ByteLevel()
     sentence = "to be or not to be, that is the question\n\n"
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        [sentence] * 9,
-        tokenizers.trainers.BpeTrainer(
-            vocab_size=300, initial_alphabet=alphabet, show_progress=False
-        ),
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, show_progress=False
     )
+    bpe.train_from_iterator([sentence] * 9, trainer)
     bpe.enable_truncation(3)
     bpe.save(str(tmp_path / "tokenizer.json"))
     monkeypatch.setattr(files, "PIECE", 100)  # so that the text is cut
     texts = {"train": sentence * 20 + "or not", "val": "not ä question\n", "test": ""}
     monkeypatch.setenv("HOME", str(tmp_path.parent))
+    encoded = {split: some.encode() for split, some in texts.items()}
     for name in (tmp_path, tmp_path / "tokenizer.json", f"~/{tmp_path.name}"):
-        arrays, size = files.encode(
-            {split: some.encode() for split, some in texts.items()}, str(name)
-        )
+        arrays, size = files.encode(encoded, str(name))
         assert size == bpe.get_vocab_size() > 256
         assert {split: bpe.decode(array.tolist()) for split, array in arrays.items()} == texts
         assert len(arrays["train"]) < len(texts["train"]) / 2
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(
-        ConfigError, match=r"^dataset\.tokenizer=.*no tokenizer has that name[^\n]*$"
-    ):
+    with one_line(ConfigError, r"^dataset\.tokenizer=.*no tokenizer has that name"):
         files.encode({"train": b"a"}, str(tmp_path))
 
 
@@ -328,19 +296,13 @@ def test_splits_are_cut_from_the_end_after_white_space(tmp_path):
     words = [f"word{i}" for i in range(500)]
     file = tmp_path / "all.txt"
     file.write_text(" ".join(words))
-    task = build(
-        tmp_path,
-        "dataset=text",
-        f"dataset.train={file}",
-        "dataset.val_fraction=0.1",
-        "dataset.test_fraction=0.2",
-    )
+    shares = ("dataset.val_fraction=0.1", "dataset.test_fraction=0.2")
+    task = build(tmp_path, "dataset=text", f"dataset.train={file}", *shares)
     parts = [task.splits[split].tobytes().decode() for split in ("train", "val", "test")]
     assert "".join(parts) == " ".join(words)
     assert [word for part in parts for word in part.split()] == words  # none is cut
-    assert [len(part) / file.stat().st_size for part in parts] == pytest.approx(
-        [0.7, 0.1, 0.2], abs=0.005
-    )
+    sizes = [len(part) / file.stat().st_size for part in parts]
+    assert sizes == pytest.approx([0.7, 0.1, 0.2], abs=0.005)
 
 
 def test_own_files_are_found_in_the_folder_of_data_and_taken_whole(tmp_path, monkeypatch):
@@ -348,15 +310,15 @@ def test_own_files_are_found_in_the_folder_of_data_and_taken_whole(tmp_path, mon
     folder = tmp_path / "data" / "corpus"
     folder.mkdir(parents=True)
     for name in ("train", "val", "test"):
-        (folder / f"{name}.txt").write_text(f"{name} " * 50)
+        (folder / f"{name}.txt").write_text(f"{name} \xff" * 50, "latin-1")  # no UTF-8
         np.arange(100, dtype=np.uint16).tofile(folder / f"{name}.bin")
     names = [f"dataset.{name}=corpus/{name}.txt" for name in ("train", "val", "test")]
     texts = build(tmp_path, "dataset=text", "dataset.tokenizer=byte", *names)
-    assert {name: texts.splits[name].tobytes().decode() for name in texts.splits} == {
-        n: f"{n} " * 50 for n in ("train", "val", "test")
-    }
-    tokens = build(tmp_path, "dataset=token_bin", "dataset.folder=corpus")
-    assert tokens.splits["test"].tolist() == list(range(100))
+    assert texts.vocabulary == 256
+    for name, tokens in texts.splits.items():
+        assert bytes(tokens.tolist()) == f"{name} \xff".encode("latin-1") * 50
+    numbers = build(tmp_path, "dataset=token_bin", "dataset.folder=corpus")
+    assert numbers.splits["test"].tolist() == list(range(100))
     with pytest.raises(ConfigError, match=r"^dataset: .*nowhere"):
         build(tmp_path, "dataset=text", names[0], f"dataset.val={tmp_path / 'nowhere'}")
 
@@ -370,9 +332,8 @@ def test_words_are_encoded_once_until_a_file_changes(tmp_path, monkeypatch):
     first, again = build(tmp_path, *options), build(tmp_path, *options)
     assert len(calls) == 1
     assert again.vocabulary == first.vocabulary == 4
-    assert all(
-        np.array_equal(first.splits[name], again.splits[name]) for name in ("train", "val", "test")
-    )
+    for name in ("train", "val", "test"):
+        assert np.array_equal(first.splits[name], again.splits[name])
     file.write_text("one two three <unk>\n" * 100)
     assert build(tmp_path, *options).vocabulary == 5
     assert len(calls) == 2
@@ -381,12 +342,8 @@ def test_words_are_encoded_once_until_a_file_changes(tmp_path, monkeypatch):
 def test_another_tokenizer_in_the_home_folder_encodes_anew(tmp_path, monkeypatch):
     tokenizers = pytest.importorskip("tokenizers", reason="needs nmrun[transformers]")
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "all.txt").write_text("one two " * 200)
-    options = (
-        "dataset=text",
-        f"dataset.train={tmp_path / 'all.txt'}",
-        "dataset.tokenizer='~/mine'",
-    )
+    (file := tmp_path / "all.txt").write_text("one two " * 200)
+    options = ("dataset=text", f"dataset.train={file}", "dataset.tokenizer='~/mine'")
     (tmp_path / "mine").mkdir()
     for words in ({"one": 0, "two": 1}, {"two": 0, "one": 1, "three": 2}):
         tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words))
@@ -399,10 +356,7 @@ def test_another_tokenizer_in_the_home_folder_encodes_anew(tmp_path, monkeypatch
 
 def test_missing_data_says_where_it_was_looked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
-    with pytest.raises(
-        ConfigError,
-        match=rf"^dataset=shakespeare: there is no tinyshakespeare/input\.txt [^\n]*{tmp_path}[^\n]*char-rnn$",
-    ):
+    with one_line(ConfigError, rf"no tinyshakespeare/input\.txt .*{tmp_path}.*char-rnn$"):
         build(tmp_path, "dataset=shakespeare")
 
 
@@ -411,9 +365,8 @@ def test_wikitext_as_published(tmp_path, monkeypatch, form):
     monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
     (tmp_path / "wikitext-103").mkdir()
     for split in ("train", "valid", "test"):
-        (tmp_path / "wikitext-103" / form.format(split)).write_text(
-            f" \n = {split} <unk> = \n \n" * 30
-        )
+        text = f" \n = {split} <unk> = \n \n" * 30
+        (tmp_path / "wikitext-103" / form.format(split)).write_text(text)
     with pytest.raises(ConfigError, match="no wikitext-2/"):
         build(tmp_path, "dataset=wikitext2")
     task = build(tmp_path, "dataset=wikitext103")
@@ -428,19 +381,13 @@ def test_wikitext_as_published(tmp_path, monkeypatch, form):
 )
 def test_the_library_is_one_text_on_one_machine(tmp_path, dataset, least):
     texts = files.stdlib_sources(dataset)
-    assert {name: len(some) > least for name, some in texts.items()} == {
-        "train": True,
-        "val": True,
-        "test": True,
-    }
+    assert [name for name, some in texts.items() if len(some) > least] == ["train", "val", "test"]
     assert b"class ArgumentParser" in texts["train"]
     config = runs.config(tmp_path, "model=gpt_tiny", f"dataset={dataset}")
     assert config.dataset.as_kind(StdlibText).sha256 == files.stdlib_digest(dataset)
     task = tasks.build(config, DEVICE)
     assert {name: task.splits[name].tobytes() for name in texts} == texts
-    with pytest.raises(
-        ConfigError, match=r"dataset\.sha256=0123: the library of this Python has another text"
-    ):
+    with pytest.raises(ConfigError, match=r"dataset\.sha256=0123: .* has another text"):
         build(tmp_path, f"dataset={dataset}", "dataset.sha256='0123'")
 
 
@@ -452,18 +399,12 @@ def test_all_of_the_library_has_no_tests_and_nothing_of_the_machine(tmp_path):
         (tmp_path / name).write_text(name)
     splits = files.all_modules(tmp_path)
     assert sorted(itertools.chain(*splits.values())) == sorted(modules)
-    assert {split: len(names) for split, names in splits.items()} == {
-        "train": 152,
-        "val": 4,
-        "test": 4,
-    }
+    assert [len(splits[name]) for name in ("train", "val", "test")] == [152, 4, 4]
 
 
 def test_a_python_without_its_source(tmp_path, monkeypatch):
     monkeypatch.setattr(files.sysconfig, "get_path", lambda name: str(tmp_path))
-    with one_line(
-        ConfigError, r"dataset=stdlib_text: this Python comes without its source: .*argparse"
-    ):
+    with one_line(ConfigError, r"dataset=stdlib_text: .* without its source: .*argparse"):
         files.stdlib_sources.__wrapped__("stdlib_text")
 
 
@@ -487,9 +428,7 @@ def test_token_files_are_mapped(tmp_path):
     (batch,) = task.micro_batches(1, 2, 1)
     assert torch.equal(batch[1], (batch[0] + 1) % 700)
     write(tmp_path / "test.bin", [5] * 50)
-    tested = build(tmp_path, *options)
-    assert tested.has_test
-    assert tested.splits["test"].tolist() == [5] * 50
+    assert build(tmp_path, *options).has_test
 
 
 def test_without_a_test_text_nothing_is_called_test(tmp_path, capsys):
@@ -535,22 +474,13 @@ TEXT = (
 )
 
 
-@pytest.fixture
-def alternating(tmp_path):
+def test_a_run_learns(tmp_path):
     """A text that is easy to learn: the alphabet over and over."""
     file = tmp_path / "abc.txt"
     file.write_text("abcdefghijklmnopqrstuvwxy\n" * 400)  # with somewhere to cut
-    return (
-        "dataset=text",
-        f"dataset.train={file}",
-        "dataset.val_fraction=0.04",
-        "dataset.test_fraction=0.04",
-        "dataset.tokenizer=character",
-    )
-
-
-def test_a_run_learns(tmp_path, alternating):
-    cfg = runs.config(tmp_path, *TEXT, *alternating, "recipe=step", "trainer.epochs=10")
+    shares = ("dataset.val_fraction=0.04", "dataset.test_fraction=0.04")
+    text = ("dataset=text", f"dataset.train={file}", "dataset.tokenizer=character", *shares)
+    cfg = runs.config(tmp_path, *TEXT, *text, "recipe=step", "trainer.epochs=10")
     result = runs.finished(cfg)
     final = result["metrics"]["final"]
     assert final["test/perplexity"] < 5  # 26 by chance

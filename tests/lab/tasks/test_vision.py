@@ -5,6 +5,7 @@ said of data that are not right.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import multiprocessing
 import multiprocessing.process
@@ -27,7 +28,7 @@ from errors import one_line
 from pictures import COUNTS, make_folder, picture
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
-from runs import config, cut_off, finished, resumed, rows
+from runs import config, cut_off, outcome, resumed
 from torch import Tensor, nn
 from torchvision.transforms import RandomResizedCrop
 
@@ -66,16 +67,6 @@ def test_a_folder_is_read_pixel_by_pixel(tmp_path):
             )
 
 
-def test_an_archive_holds_the_same_as_the_folder(tmp_path):
-    place = make_folder(tmp_path / "some")
-    with tarfile.open(tmp_path / "some.tar.xz", "w:xz") as tar:
-        tar.add(place, "some")
-    one, other = (images.load_folder(path, size=8) for path in (place, tmp_path / "some.tar.xz"))
-    assert one[1] == other[1]
-    for split in COUNTS:
-        assert all(torch.equal(a, b) for a, b in zip(one[0][split], other[0][split], strict=True))
-
-
 def test_images_are_decoded_once_unless_they_change(tmp_path, monkeypatch):
     place, decoded, original = make_folder(tmp_path / "some"), [], images.decode
     monkeypatch.setattr(
@@ -104,15 +95,7 @@ def test_links_to_the_same_files_under_other_classes_are_other_labels(tmp_path):
         assert labels.tolist() == [0] * first + [1] * (36 - first)
 
 
-def test_other_sizes_are_scaled_and_the_middle_is_taken(tmp_path):
-    wide = np.zeros((16, 48, 3), np.uint8)
-    wide[:, 8:40] = (10, 20, 30)  # the middle square, and what is near enough to be mixed into it
-    wide[:8, 8:40] = (200, 100, 50)
-    Image.fromarray(wide).save(tmp_path / "wide.png")
-    out = images.decode(str(tmp_path / "wide.png"), 4)
-    assert out.shape == (4, 4, 3)
-    assert np.array_equal(out[0], [[200, 100, 50]] * 4)
-    assert np.array_equal(out[3], [[10, 20, 30]] * 4)
+def test_grey_images_are_read_as_coloured_ones(tmp_path):
     Image.fromarray(np.full((4, 4), 9, np.uint8)).save(tmp_path / "grey.png")
     assert np.array_equal(images.decode(str(tmp_path / "grey.png"), 4), np.full((4, 4, 3), 9))
 
@@ -137,8 +120,6 @@ def test_a_folder_without_splits_is_split_evenly(tmp_path):
     task = tasks.build(folder_config(tmp_path), CPU)
     sizes = {name: torch.bincount(labels).tolist() for name, (_, labels) in task.splits.items()}
     assert sizes == {"test": [2] * 3, "val": [2] * 3, "train": [16] * 3}
-    every = torch.cat([pixels for pixels, _ in task.splits.values()])
-    assert len(every.flatten(1).unique(dim=0)) == 60  # no image twice
 
 
 @pytest.mark.parametrize(
@@ -175,20 +156,15 @@ def test_what_an_epoch_leaves_out_is_told(size, limit, told, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("splits", "test"), [({"train": 20, "val": 4}, 12), ({"train": 20, "val": 4, "test": 5}, 15)]
+    ("tested", "counts"), [(0, "54 train, 6 val, 12 test"), (5, "60 train, 12 val, 15 test")]
 )
-def test_val_is_for_testing_unless_there_is_a_test_folder(splits, test, tmp_path):
-    make_folder(tmp_path / "data" / "some", splits=splits)
+def test_val_is_for_testing_unless_there_is_a_test_folder(tested, counts, tmp_path):
+    make_folder(tmp_path / "data" / "some", splits={"train": 20, "val": 4})
+    if tested:
+        make_folder(tmp_path / "data" / "some", splits={"test": tested})
     cfg = folder_config(tmp_path)
-    parts = build.build(cfg)
-    counts = {name: len(labels) for name, (_, labels) in parts.task.splits.items()}
-    assert counts == {
-        "test": test,
-        "val": 6 if test == 12 else 12,
-        "train": 54 if test == 12 else 60,
-    }
-    line = f"images of 3x8x8 in 3 classes ({counts['train']} train, {counts['val']} val, {test} test) from {tmp_path}/data/some"
-    assert f"  {line}" in console.plan_lines(cfg, parts)
+    line = f"  images of 3x8x8 in 3 classes ({counts}) from {tmp_path}/data/some"
+    assert line in console.plan_lines(cfg, build.build(cfg))
 
 
 def test_what_is_wrong_with_a_folder(tmp_path, monkeypatch):
@@ -262,13 +238,9 @@ def test_splits_are_balanced_disjoint_and_nested():
 def test_sizes_that_the_data_do_not_have():
     labels = torch.tensor([0] * 30 + [1] * 4)
     pool = (torch.arange(34), labels)
-    with pytest.raises(
-        ConfigError, match=r"dataset.train_size=20: 10 images of class 1, of which there are 4"
-    ):
+    with pytest.raises(ConfigError, match=r"train_size=20: 10 images of class 1, .* there are 4"):
         images.split(pool, pool, 2, Subset(train_size=20))
-    with pytest.raises(
-        ConfigError, match=r"dataset.train_size: no image is left for it of the 8 that there are"
-    ):
+    with pytest.raises(ConfigError, match=r"train_size: no image is left for it of the 8"):
         images.split(numbered(8, 2), pool, 2, Subset(val_size=8))
 
 
@@ -291,9 +263,8 @@ def test_what_the_signature_says_makes_the_networks_input(dataset, tmp_path):
         with Image.open(file) as opened:
             image = opened.convert(image_input["colours"])
         scale = size["shorter_side"] / min(image.size)
-        image = image.resize(
-            (round(scale * image.width), round(scale * image.height)), Image.Resampling.BILINEAR
-        )
+        sides = [round(scale * side) for side in image.size]
+        image = image.resize(sides, Image.Resampling.BILINEAR)
         left, top = ((side - size["crop"]) // 2 for side in image.size)
         image = image.crop((left, top, left + size["crop"], top + size["crop"]))
         pixels = np.asarray(image, np.float32).transpose(2, 0, 1)
@@ -334,13 +305,11 @@ def fake_cifar(root: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     for number, (name, _) in enumerate([*datasets.CIFAR10.train_list, *datasets.CIFAR10.test_list]):
         content = {"data": pixels[10 * number : 10 * number + 10], "labels": list(range(10))}
         (folder / name).write_bytes(pickle.dumps(content))
-    (folder / "batches.meta").write_bytes(
-        pickle.dumps({"label_names": [f"class {number}" for number in range(10)]})
-    )
+    names = {"label_names": [f"class {number}" for number in range(10)]}
+    (folder / "batches.meta").write_bytes(pickle.dumps(names))
     for part in ("train_list", "test_list"):
-        monkeypatch.setattr(
-            datasets.CIFAR10, part, [[name, None] for name, _ in getattr(datasets.CIFAR10, part)]
-        )
+        unchecked = [[name, None] for name, _ in getattr(datasets.CIFAR10, part)]
+        monkeypatch.setattr(datasets.CIFAR10, part, unchecked)
     monkeypatch.setitem(datasets.CIFAR10.meta, "md5", None)
     return pixels.reshape(60, 3, 32, 32)
 
@@ -365,14 +334,12 @@ def test_fashion_mnist_as_torchvision_stores_it(tmp_path):
     raw = tmp_path / "data" / "fashion_mnist" / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     pixels = np.random.default_rng(0).integers(0, 256, (40, 28, 28), np.uint8)
-    for name, part in (("train", slice(0, 30)), ("t10k", slice(30, 40))):
-        count = len(pixels[part]).to_bytes(4, "big")
-        side = (28).to_bytes(4, "big")
-        labels = (np.arange(len(pixels[part])) % 10).astype(np.uint8)
-        (raw / f"{name}-images-idx3-ubyte").write_bytes(
-            b"\0\0\x08\x03" + count + side + side + pixels[part].tobytes()
-        )
-        (raw / f"{name}-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01" + count + labels.tobytes())
+    for name, part in (("train", pixels[:30]), ("t10k", pixels[30:])):
+        labels = (np.arange(len(part)) % 10).astype(np.uint8)
+        for kind, array in (("images-idx3", part), ("labels-idx1", labels)):
+            sizes = np.array(array.shape, ">i4").tobytes()
+            content = bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()
+            (raw / f"{name}-{kind}-ubyte").write_bytes(content)
     (train, labels), (test, _), names, _ = images.read_torchvision("fashion_mnist")
     assert train.shape == (30, 1, 28, 28)
     assert np.array_equal(train[:, 0].numpy(), pixels[:30])
@@ -389,8 +356,9 @@ def test_cifar_from_its_archive_of_images(tmp_path):
     (train, labels), (test, _), names, file = images.read_torchvision("cifar10")
     assert file.name == "cifar10-jpeg.tar.xz"
     assert train.shape == (36, 3, 32, 32)
-    assert np.array_equal(test[4].permute(1, 2, 0).numpy(), picture("test", 1, 0, (32, 32)))
-    assert torch.bincount(labels).tolist() == [12] * 3
+    for row, image in enumerate(test.permute(0, 2, 3, 1)):
+        assert np.array_equal(image, picture("test", row // 4, row % 4, (32, 32)))
+    assert labels.tolist() == [0] * 12 + [1] * 12 + [2] * 12
     assert names == ["ant", "bee", "cat"]
 
 
@@ -399,22 +367,15 @@ def test_without_data_and_network_it_is_said_in_a_line(tmp_path, monkeypatch):
         raise urllib.error.URLError("no network")
 
     monkeypatch.setattr(urllib.request, "urlopen", offline)
-    with pytest.raises(ConfigError) as caught:
+    with one_line(ConfigError, rf"it is not in {tmp_path}/data .* download failed: .*no network"):
         tasks.build(dataset_config(tmp_path, "cifar100"), CPU)
-    (problem,) = caught.value.problems
-    assert problem == (
-        f"dataset=cifar100: it is not in {tmp_path}/data (NMRUN_DATA), and its download failed: <urlopen error no network>"
-    )
     assert not any(path.is_file() for path in (tmp_path / "data").rglob("*"))
 
 
 def test_damaged_files_of_torchvision(tmp_path, monkeypatch):
     fake_cifar(tmp_path / "data", monkeypatch)
     (tmp_path / "data" / "cifar-10-batches-py" / "data_batch_3").unlink()
-    with pytest.raises(
-        ConfigError,
-        match=r"cifar-10-batches-py: Dataset not found or corrupted; remove it, and it is downloaded anew",
-    ):
+    with pytest.raises(ConfigError, match=r"cifar-10-batches-py: .* corrupted; remove it, and it"):
         tasks.build(dataset_config(tmp_path, "cifar10"), CPU)
 
 
@@ -452,12 +413,10 @@ def test_the_real_cifar10(tmp_path, monkeypatch):
     task = tasks.build(dataset_config(tmp_path, "cifar10"), CPU)
     counts = {name: torch.bincount(labels).tolist() for name, (_, labels) in task.splits.items()}
     assert counts == {"train": [4500] * 10, "val": [500] * 10, "test": [1000] * 10}
-    known = (
-        torch.tensor([0.4914, 0.4822, 0.4465]) * 255,
-        torch.tensor([0.2470, 0.2435, 0.2616]) * 255,
-    )
-    for value, published in zip((task.normalise.mean, task.normalise.std), known, strict=True):
-        assert torch.allclose(value.flatten(), published, atol=0.5)
+    known = {"mean": [0.4914, 0.4822, 0.4465], "std": [0.2470, 0.2435, 0.2616]}
+    for name, published in known.items():
+        value = getattr(task.normalise, name).flatten() / 255
+        assert torch.allclose(value, torch.tensor(published), atol=0.002)
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -481,13 +440,6 @@ def test_a_run_cut_off_ends_with_the_same_bits(dataset, tmp_path):
     resumed(tmp_path, f"dataset={dataset}", *options, by=cut_off, steps=(3, 5))
 
 
-class Nothing(nn.Module):
-    """The same probability for all classes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.zeros(len(x), 3)
-
-
 class Brightness(nn.Module):
     """Tells the three classes of ``picture`` by their mean."""
 
@@ -499,32 +451,25 @@ class Brightness(nn.Module):
 @pytest.mark.parametrize("dataset", ["image_folder", "imagenet"])
 def test_evaluation_is_over_all_images_in_the_middle(dataset, tmp_path):
     make_folder(tmp_path / "data" / "some")
-    options = [
-        "dataset.path=some",
-        "dataset.resolution=8",
-        "dataset.val_size=9",
-        "trainer.batch_size=5",
-    ]
-    task = tasks.build(dataset_config(tmp_path, dataset, *options), CPU)
-    metrics = task.evaluate(Brightness().eval(), "test")
-    assert metrics["accuracy"] == 1.0
-    wrong = task.evaluate(Nothing().eval(), "val")
-    assert wrong["loss"] == pytest.approx(np.log(3))
-    assert wrong["accuracy"] == pytest.approx(1 / 3)
+    words = ("dataset.path=some", "dataset.resolution=8", "dataset.val_size=9")
+    cfg = dataset_config(tmp_path, dataset, *words, "trainer.batch_size=5")
+    task = tasks.build(cfg, CPU)
+    assert task.evaluate(Brightness().eval(), "test")["accuracy"] == 1.0
+    wrong = task.evaluate(Recorder().eval(), "val")
+    assert wrong == pytest.approx({"loss": np.log(3), "accuracy": 1 / 3})
 
 
 # --- images that are read while training ----------------------------------------------------------
 
 
+STREAM = (
+    *("dataset.path=some", "dataset.resolution=8"),
+    *("dataset.val_size=6", "trainer.batch_size=5"),
+)
+
+
 def stream(tmp_path: Path, *overrides: str) -> ImageStream:
-    options = (
-        "dataset.path=some",
-        "dataset.resolution=8",
-        "dataset.val_size=6",
-        "trainer.batch_size=5",
-        *overrides,
-    )
-    task = tasks.build(dataset_config(tmp_path, "imagenet", *options), CPU)
+    task = tasks.build(dataset_config(tmp_path, "imagenet", *STREAM, *overrides), CPU)
     assert isinstance(task, ImageStream)
     return task
 
@@ -535,19 +480,14 @@ def test_a_stream_goes_on_anywhere(workers, tmp_path):
     torch.manual_seed(0)
     state = torch.get_rng_state()
     task = stream(tmp_path, f"dataset.workers={workers}", "trainer.limit_batches=3")
-    in_order = {
-        (epoch, index): task.micro_batches(epoch, index, 1)[0]
-        for epoch in range(3)
-        for index in range(3)
-    }
+    places = itertools.product(range(3), range(3))
+    in_order = {place: task.micro_batches(*place, 1)[0] for place in places}
     assert torch.equal(state, torch.get_rng_state())
     fresh = stream(tmp_path, "dataset.workers=0", "trainer.limit_batches=3")
     for place in ((1, 2), (2, 0), (0, 1)):
         torch.manual_seed(5)
         again = [torch.cat(parts) for parts in zip(*fresh.micro_batches(*place, 2), strict=True)]
-        assert all(
-            torch.equal(one, other) for one, other in zip(in_order[place], again, strict=True)
-        )
+        assert all(map(torch.equal, in_order[place], again))
     assert not torch.equal(in_order[0, 0][0], in_order[1, 0][0])
     other = stream(tmp_path, "seed=1", "dataset.workers=0")
     assert not torch.equal(other.micro_batches(0, 0, 1)[0][0], in_order[0, 0][0])
@@ -557,10 +497,7 @@ def test_a_stream_goes_on_anywhere(workers, tmp_path):
 def test_a_signal_to_all_processes_ends_a_run_in_order(tmp_path, monkeypatch):
     """As timeout(1), systemd and Slurm send it: to those that read images too."""
     make_folder(tmp_path / "data" / "some")
-    options = (
-        *("recipe=step", "dataset=imagenet", "dataset.path=some", "dataset.resolution=8"),
-        *("dataset.val_size=6", "trainer.batch_size=5", "dataset.workers=2"),
-    )
+    options = ("recipe=step", "dataset=imagenet", *STREAM, "dataset.workers=2")
     cut, alone = (config(tmp_path / name, *options) for name in ("cut", "alone"))
     original, readers = TrainingSteps.train_step, list[Any]()
     before = multiprocessing.active_children()  # of other tests
@@ -580,11 +517,7 @@ def test_a_signal_to_all_processes_ends_a_run_in_order(tmp_path, monkeypatch):
     assert not any(process.is_alive() for process in readers)
     state = checkpoint.load(run_folder(cut) / "checkpoint.pt")
     assert state["loop"]["step"] == 5
-    for each in (cut, alone):
-        finished(each)
-    assert rows(run_folder(cut)) == rows(run_folder(alone))
-    for name in ("model.safetensors", "best.safetensors"):
-        assert (run_folder(cut) / name).read_bytes() == (run_folder(alone) / name).read_bytes()
+    assert outcome(cut) == outcome(alone)
 
 
 @pytest.mark.parametrize("with_a_thread", [False, True])
@@ -640,11 +573,9 @@ def test_each_epoch_of_a_stream_has_every_image_once(tmp_path):
     task = stream(tmp_path, "dataset.workers=0", "trainer.limit_batches=null")
     assert task.batches_per_epoch == 6
     keys = task.keys(0, 2, [*range(5)])
-    read = [next(keys) for _ in range(4 + 6)]
-    rows_of_two = [row for batch in read[4:] for _, row in batch]
-    assert sorted(rows_of_two) == sorted(task.splits["train"][0].tolist())
-    assert {epoch for batch in read[:4] for epoch, _ in batch} == {0}
-    assert {epoch for batch in read[4:] for epoch, _ in batch} == {1}
+    read = [key for batch in itertools.islice(keys, 4 + 6) for key in batch]
+    assert [epoch for epoch, _ in read] == [0] * 20 + [1] * 30
+    assert sorted(row for _, row in read[20:]) == sorted(task.splits["train"][0].tolist())
 
 
 def test_a_part_of_an_image_is_that_of_torchvision(tmp_path):
@@ -688,14 +619,10 @@ def test_a_batch_of_a_stream_is_its_images_normalised(tmp_path):
 @pytest.mark.parametrize("shape", [(400, 330), (333, 1201)])
 def test_parts_of_a_large_jpeg_are_where_they_should_be(shape, tmp_path, monkeypatch):
     make_folder(tmp_path / "data" / "some")
-    row, column = np.meshgrid(
-        np.linspace(0, 255, shape[0]), np.linspace(0, 255, shape[1]), indexing="ij"
-    )
     # red says where a pixel is from, from top to bottom, green from left to right
-    path = tmp_path / "ramps.jpg"
-    Image.fromarray(np.stack([row, column, row], 2).round().astype(np.uint8)).save(
-        path, quality=100, subsampling=0
-    )
+    row, column = np.meshgrid(*(np.linspace(0, 255, side) for side in shape), indexing="ij")
+    ramps = Image.fromarray(np.stack([row, column, row], 2).round().astype(np.uint8))
+    ramps.save(path := tmp_path / "ramps.jpg", quality=100, subsampling=0)
     files = stream(tmp_path, "dataset.resolution=16", "dataset.flip=false").files
     files.paths = np.array([str(path).encode()])
     reduced, boxes, draft, parameters = [], [], JpegImageFile.draft, RandomResizedCrop.get_params
@@ -721,9 +648,8 @@ def test_parts_of_a_large_jpeg_are_where_they_should_be(shape, tmp_path, monkeyp
         part = files[epoch, 0][0].double()[1:-1, 1:-1]
         top, left, tall, wide = boxes[-1]
         centres = (torch.arange(1, 15) + 0.5) / 16
-        for channel, (begin, length, whole) in enumerate(
-            ((top, tall, shape[0]), (left, wide, shape[1]))
-        ):
+        cuts = (top, tall, shape[0]), (left, wide, shape[1])
+        for channel, (begin, length, whole) in enumerate(cuts):
             expected = (begin + length * centres - 0.5) / (whole - 1) * 255
             # a quarter of a pixel, and JPEG's own errors
             near = 0.25 * length / 16 / (whole - 1) * 255 + 1.5

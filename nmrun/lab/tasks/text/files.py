@@ -73,9 +73,7 @@ def task(config: Config, paths: Mapping[str, Path], device: torch.device) -> Lan
         each = {"val": cut.val_fraction, "test": cut.test_fraction}
         fractions = {split: fraction for split, fraction in each.items() if split not in paths}
 
-    def read() -> dict[str, bytes]:
-        return _texts(paths, fractions)
-
+    read = partial(_texts, paths, fractions)
     return of_texts(config, ["text", fractions], paths.values(), read, device)
 
 

@@ -107,15 +107,12 @@ class Classification(ItemBatches, Categorical):
         pieces = self.pieces(parts, mine)
         if not pieces:
             return []
-        share = self._share(epoch, index, pieces)
+        places = range(pieces[0].start, pieces[-1].stop)
+        share = self.augment.share(generator(self.seed, epoch, index), self.batch_size, places)
         images, labels = self._read_share(epoch, index, share)
         images, labels = self.augment(images, labels, self.classes, self.normalise, share)
         sizes = [len(piece) for piece in pieces]
         return list(zip(images.split(sizes), labels.split(sizes), strict=True))
-
-    def _share(self, epoch: int, index: int, pieces: Sequence[range]) -> Share:
-        places = range(pieces[0].start, pieces[-1].stop)
-        return self.augment.share(generator(self.seed, epoch, index), self.batch_size, places)
 
     def _read_share(self, epoch: int, index: int, share: Share) -> Batch:
         """The images at hand of a share of a training batch, as they are stored, with their labels."""
