@@ -17,11 +17,10 @@ from nmrun.lab.config import command_line
 from nmrun.lab.config.composition import config_of
 from nmrun.lab.config.identity import OF_COMMAND, identity
 from nmrun.lab.keys import options as options_of
-from nmrun.lab.keys.ranges import START
 from nmrun.lab.records import settings, status
 from nmrun.lab.runs.run_folder import CONFIG, RESULT, RunFolder
 from nmrun.patterns import RATIO_KEYS
-from nmrun.ranges import WEIGHTS, value_text
+from nmrun.ranges import START, WEIGHTS, value_text
 
 # signs of more than a plain value: a class or function, an interpolation, a package
 MARKS = ("target", "dataset.metric", "${", "@")

@@ -26,11 +26,10 @@ from nmrun.lab.keys.config import SOURCE, Config, flatten
 from nmrun.lab.keys.datasets import RUNNING_TEXT
 from nmrun.lab.keys.models import Model
 from nmrun.lab.keys.options import NAMED, UNNAMED, Field, recipe_facts
-from nmrun.lab.keys.ranges import AS_DENSE, START, is_path
 from nmrun.lab.runs import run_folder
 from nmrun.lab.runs.run_folder import own_weights, weights_in
 from nmrun.patterns import Pattern, PatternError, written
-from nmrun.ranges import TEXT, Check, converted, value_text, wrong_values
+from nmrun.ranges import AS_DENSE, START, TEXT, Check, converted, is_path, value_text, wrong_values
 from nmrun.recipes import RECIPES, installed
 from nmrun.registry import no_such
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from nmrun.lab.keys import options
-from nmrun.lab.keys.ranges import is_path
 from nmrun.oneshot import METHODS
+from nmrun.ranges import is_path
 from nmrun.registry import nearest, no_such
 
 RATIOS = "sparsity.overrides"

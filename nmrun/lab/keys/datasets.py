@@ -4,8 +4,18 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from nmrun.lab.keys.groups import Group, Named
-from nmrun.lab.keys.ranges import PATH, SEED, is_path
-from nmrun.ranges import FLAG, OPTIONAL_TEXT, TEXT, Check, number, one_of, whole
+from nmrun.ranges import (
+    FLAG,
+    OPTIONAL_TEXT,
+    PATH,
+    SEED,
+    TEXT,
+    Check,
+    is_path,
+    number,
+    one_of,
+    whole,
+)
 
 Keys = TypeVar("Keys", bound=Group)
 SCORES = ("accuracy", "f1", "matthews", "pearson", "spearman")

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 from nmrun.errors import raise_all
-from nmrun.lab.keys.ranges import (
+from nmrun.ranges import (
+    ACCELERATION,
     ACTIVATIONS,
     ARGUMENTS,
     BETAS,
@@ -15,19 +16,16 @@ from nmrun.lab.keys.ranges import (
     CLASS,
     DECAYED,
     EVALUATIONS,
+    FLAG,
+    FRACTION,
+    INPUT_GRADIENTS,
     LOGGERS,
     MILESTONES,
+    OPTIONAL_TEXT,
     PATTERN,
     RATIOS,
     SEED,
     TAGS,
-)
-from nmrun.ranges import (
-    ACCELERATION,
-    FLAG,
-    FRACTION,
-    INPUT_GRADIENTS,
-    OPTIONAL_TEXT,
     TEXT,
     WEIGHTS,
     number,

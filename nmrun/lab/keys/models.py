@@ -6,8 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from nmrun.lab.keys.datasets import IMAGES, RUNNING_TEXT, TEXTS
 from nmrun.lab.keys.groups import Named
-from nmrun.lab.keys.ranges import ARGUMENTS, EXPRESSIONS, WIDTHS
-from nmrun.ranges import FLAG, FRACTION, TEXT, Check, one_of, whole
+from nmrun.ranges import ARGUMENTS, EXPRESSIONS, FLAG, FRACTION, TEXT, WIDTHS, Check, one_of, whole
 
 DEPTH = Check(
     "6n + 2, such as 8, 14, 20, 32, 44, 56 or 110",

@@ -35,10 +35,9 @@ import yaml
 
 from nmrun import ranges, recipes, registry
 from nmrun.errors import ConfigError, refused
-from nmrun.lab.keys.ranges import START
 from nmrun.lab.runs import documents
 from nmrun.patterns import USUAL, Pattern
-from nmrun.ranges import WEIGHTS, Check, Search
+from nmrun.ranges import START, WEIGHTS, Check, Search
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -21,13 +21,13 @@ from nmrun.kernels import compiler
 from nmrun.lab import output, ranks, tasks
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config
-from nmrun.lab.keys.ranges import START
 from nmrun.lab.runs.locks import free_gpu
 from nmrun.lab.runs.run_folder import activations_of, weights_in
 from nmrun.lab.tasks.base import Batch, Categorical, Loss, Task
 from nmrun.lab.train import flops, weights
 from nmrun.lab.train.checkpoint import seed_everything
 from nmrun.lab.train.optimizers import optimizer_of
+from nmrun.ranges import START
 from nmrun.step.activations import SparseActivations
 from nmrun.step.handle import Handle
 from nmrun.step.sparsify import sparsify

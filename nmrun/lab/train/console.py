@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nmrun import ranges
 from nmrun.errors import folded, tell
 from nmrun.lab import output
-from nmrun.lab.keys import ranges
 from nmrun.lab.keys.config import Config
 from nmrun.lab.tasks.base import evaluating
 from nmrun.lab.train.build import Parts

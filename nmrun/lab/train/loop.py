@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nmrun import ranges
 from nmrun.errors import RunError
 from nmrun.fast.measurement import as_data
 from nmrun.kernels.layout import local
 from nmrun.lab import ranks
-from nmrun.lab.keys import ranges
 from nmrun.lab.keys.config import Config
 from nmrun.lab.signals import Signals
 from nmrun.lab.train import checkpoint

@@ -11,8 +11,7 @@ from typing import Annotated, ClassVar
 from nmrun.lab.keys.datasets import Dataset, Seeded
 from nmrun.lab.keys.groups import Group
 from nmrun.lab.keys.models import Transformer
-from nmrun.lab.keys.ranges import PATH
-from nmrun.ranges import FRACTION, TEXT, number, one_of, whole
+from nmrun.ranges import FRACTION, PATH, TEXT, number, one_of, whole
 
 PAIRS = "pairs of sentences"
 
