@@ -69,7 +69,8 @@ ADVICE = (
     (
         "for thousands of steps",
         "[images](results/step.md): SdGf, or STEP with `recipe.switch=0.5`; SR-STE for fewer "
-        "multiplications. Text: S-STE",
+        "multiplications. [Text](results/step.md#other-dense-starts): MdGf; S-STE "
+        "for fewer",
     ),
 )
 
