@@ -341,8 +341,8 @@ def _check_alike(members: Mapping[Place, Sequence[Run]], rows: Key) -> None:
 
 
 def settings_apart(runs: Sequence[Run]) -> list[str]:
-    """The settings, without the seed, that differ between runs and change results; also the
-    ``precision`` that ``trainer.precision=auto`` was on their machines, where both are known."""
+    """The settings, without the seed, that differ between runs and change results. Where it is known,
+    ``precision``, which ``trainer.precision=auto`` was on their machines, counts and not the setting."""
     keys = [
         key
         for key in dict.fromkeys(k for run in runs for k in run)
@@ -350,8 +350,10 @@ def settings_apart(runs: Sequence[Run]) -> list[str]:
         if group in SETTINGS and group != "seed" and name not in IRRELEVANT.get(group, ())
     ]
     apart = [key for key in keys if len(labels_of(run[key] for run in runs)) > 1]
-    known = labels_of(run.get("precision", math.nan) for run in runs) - {"-"}
-    if len(known) > 1 and "trainer.precision" not in apart:
+    known = labels_of(run.get("precision", math.nan) for run in runs)
+    if "-" not in known:
+        apart = [key for key in apart if key != "trainer.precision"]
+    if len(known - {"-"}) > 1:
         apart.append("precision")
     # where `recipe` differs, `recipe.switch` need not be named
     return [key for key in apart if "." not in key or key.partition(".")[0] not in apart]

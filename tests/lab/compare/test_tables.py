@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from pages import markdown_lines
-from runs import rewrite
+from runs import result_of, rewrite
 from terminal import Terminal
 from verbs import verb
 
@@ -278,13 +278,17 @@ def test_runs_of_debugging_are_averaged_with_no_others(write, table):
 
 
 def test_precisions_that_auto_was_on_two_machines_are_told_apart(write, table):
-    """Not from a run whose precision is not known."""
+    """What they were asked for does not count where what they were is known."""
     folders = [write("ste", "2:4", seed, 0.9) for seed in (0, 1, 2)]
     for folder, precision in zip(folders, ("fp32", "bf16"), strict=False):
         rewrite(folder, environment={"precision": precision})
     assert "would average over runs that differ in precision;" in table()[2]
     assert "| fp32" in table("--rows", "recipe,precision")[1]
-    rewrite(folders[1], environment={"precision": "fp32"})
+    asked = result_of(folders[1])["config"]
+    asked["trainer"]["precision"] = "fp32"
+    rewrite(folders[1], environment={"precision": "fp32"}, config=asked)
+    assert "trainer.precision" in table()[2]
+    rewrite(folders[2], environment={"precision": "fp32"})
     assert cells(table()[1])["ste"]["2:4"].startswith("90.0")
     rewrite(write("asp", "2:4", 0, 0.8), environment={"precision": "bf16"})
     assert "not the same in all cells: precision, seeds" in table()[1]
