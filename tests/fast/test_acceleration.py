@@ -544,7 +544,7 @@ def test_double_pruning_changes_the_input_gradient_alone() -> None:
     dx, dw = torch.autograd.grad(model[0](x), (x, weight.parameter), dz)
     twice = weight.weight.clone()
     for group in twice.split(4):  # of every four outputs the two largest of what is left
-        smallest = group.abs().argsort(0, descending=True, stable=True)[2:]
+        smallest = group.abs().argsort(dim=0, descending=True, stable=True)[2:]
         group.scatter_(0, smallest, 0.0)
     torch.testing.assert_close(dx, dz @ twice)
     torch.testing.assert_close(dw, dz.t() @ x)
