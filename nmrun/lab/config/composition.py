@@ -283,9 +283,11 @@ def of_groups(words: Sequence[str], cache: Cache) -> tuple[DictConfig, list[Over
 def _composed_by_hydra(words: Sequence[str]) -> DictConfig:
     try:
         return compose("nmrun", list(words))
-    except (RecursionError, ValueError) as error:
+    except (RecursionError, ValueError, AttributeError) as error:
         if isinstance(error, RecursionError):
             line = "defaults: a file of yours names itself there"
+        elif isinstance(error, AttributeError):  # Hydra's
+            line = "hydra: a file of yours has null there, and it takes settings"
         elif type(error) is ValueError:  # Hydra's, of defaults that are no list
             line = first_line(error)
         else:  # UnicodeDecodeError, ConfigError

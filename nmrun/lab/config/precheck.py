@@ -414,7 +414,7 @@ def _settings(overrides: Sequence[Override]) -> DictConfig | None:
     fixed = [o.input_line or "" for o in overrides if not o.is_sweep_override()]
     try:
         return compose("nmrun", fixed, return_hydra_config=True).hydra
-    except (HydraException, OmegaConfBaseException, RecursionError, ValueError):
+    except (HydraException, OmegaConfBaseException, RecursionError, ValueError, AttributeError):
         return None
 
 

@@ -186,6 +186,13 @@ def test_what_a_file_says_to_hydra_is_refused_as_the_same_words_are(key, text, h
         assert line.startswith(f"hydra.{key} in a file of yours: {how}")
 
 
+def test_a_file_without_settings_for_hydra_is_refused(tmp_path):
+    (tmp_path / "debug").mkdir()
+    (tmp_path / "debug" / "mine.yaml").write_text(GLOBAL + "hydra: null")
+    (line,) = mistakes(["debug=mine"], False, str(tmp_path))
+    assert line.startswith("hydra: a file of yours has null there")
+
+
 def test_what_no_launcher_hears_is_refused_with_one_too(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs joblib's launcher")
     (tmp_path / "debug").mkdir()
