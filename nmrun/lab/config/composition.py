@@ -286,11 +286,11 @@ def _composed_by_hydra(words: Sequence[str]) -> DictConfig:
     except (RecursionError, ValueError, AttributeError) as error:
         if isinstance(error, RecursionError):
             line = "defaults: a file of yours names itself there"
-        elif isinstance(error, AttributeError):  # Hydra's
+        elif isinstance(error, AttributeError) and error.name == "_set_flag":  # Hydra's, of null
             line = "hydra: a file of yours has null there, and it takes settings"
         elif type(error) is ValueError:  # Hydra's, of defaults that are no list
             line = first_line(error)
-        else:  # UnicodeDecodeError, ConfigError
+        else:  # UnicodeDecodeError, ConfigError, a defect of ours
             raise
         raise ConfigError(line) from None
 
