@@ -230,7 +230,7 @@ def _check_layer(place: Place, layer: nn.Module, tolerance: float | None) -> tup
         inputs = place.inputs(shape) if tolerance is None else place.given[shape]
         expected = place.exact(*inputs)
         if tolerance is None:
-            note = measurement.fault(partial(layer, *inputs), expected)
+            note = measurement.fault(partial(layer, *inputs), expected, place.roundings)
             right = not note
         else:
             right, note = measurement.nearness(layer(*inputs).float(), expected, tolerance)

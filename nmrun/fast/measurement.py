@@ -200,13 +200,16 @@ class Choice:
         return not self.always_dense and self.path not in (None, *DENSE_PATHS)
 
 
-def fault(call: Callable[[], Tensor], expected: Tensor) -> str:
+def fault(call: Callable[[], Tensor], expected: Tensor, roundings: int = 1) -> str:
     """What is wrong with a product, empty if nothing is: against float32's, within the rounding of
     its dtype, the same bits every time. Running out of memory is no fault: it raises.
+
+    Args:
+        roundings: how often numbers on the way to an output are rounded to its dtype.
     """
     try:
         first = call()
-        if first.shape != expected.shape or not _near(first.float(), expected, first.dtype):
+        if first.shape != expected.shape or not _near(first, expected, roundings):
             return "WRONG results"
         return (
             ""
@@ -228,10 +231,10 @@ def nearness(actual: Tensor, exact: Tensor, tolerance: float) -> tuple[bool, str
     return near, f"outputs {off:.2g} off" + ("" if near else f", more than {tolerance:g}")
 
 
-def _near(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+def _near(actual: Tensor, expected: Tensor, roundings: int) -> bool:
     spread = float(expected.std(correction=0))  # of a single number 0
-    bound = ALLOWED.get(dtype, 1e-4)
-    return torch.allclose(actual, expected, rtol=bound, atol=bound * spread)
+    bound = roundings * ALLOWED.get(actual.dtype, 1e-4)
+    return torch.allclose(actual.float(), expected, rtol=bound, atol=bound * spread)
 
 
 def first_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -40,6 +40,7 @@ class Place:
         candidates: layers that compute the same, by the name of their product.
         notes: what was found of them, beside the times.
         layer: the candidate that will replace it; None to leave it as it is.
+        roundings: of its layers, as in :func:`nmrun.fast.measurement.fault`.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Place:
     candidates: dict[str, nn.Module] = field(default_factory=dict, kw_only=True)
     notes: list[str] = field(default_factory=list, kw_only=True)
     layer: nn.Module | None = field(default=None, kw_only=True)
+    roundings: int = field(default=1, kw_only=True)
 
     @property
     def device(self) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 
 import nmrun
 from nmrun.fast import fused as kernels
+from nmrun.fast import measurement
 from nmrun.fast.cpu import probe
 from nmrun.fast.cpu.kernels import bf16
 from nmrun.fast.fused import FusedAttention, FusedGELU
+from nmrun.fast.sites import MaskedAttention
 from nmrun.sparsity import nm_mask
 
 pytestmark = pytest.mark.skipif(
@@ -148,6 +151,29 @@ def test_torchs_stay_where_they_are_faster_or_the_kernel_is_wrong(
     assert choices["0.gelu"].path is None
     assert choices["0.gelu"].reason == "fused: WRONG results"
     assert choices["0.attend.attention"].path == "fused"
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = MaskedAttention()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attend(q, k, v)
+
+
+@pytest.mark.skipif(bool(bf16.KERNELS.obstacle()), reason="no products of bfloat16")
+def test_an_attention_may_round_its_probabilities() -> None:
+    """One probability lies halfway between two numbers of bfloat16, and the first outputs are near 0:
+    they are off by more than their own rounding."""
+    q, k, v = (torch.zeros(1, 1, tokens, 16) for tokens in (16, 2, 2))
+    q[..., :2], k[..., 1, :2] = 1, torch.tensor([-2.75, -0.006995])
+    v[..., 0], v[..., 8:] = torch.tensor([1.0, -2.0]), 0.5
+    low = tuple(t.bfloat16() for t in (q, k, v))
+    (place,) = kernels.fusable(Attends(), low)
+    exact, attend = place.exact(*low), partial(FusedAttention(), *low)
+    assert measurement.fault(attend, exact) == "WRONG results"
+    assert measurement.fault(attend, exact, place.roundings) == ""
 
 
 @pytest.mark.usefixtures("faster")
