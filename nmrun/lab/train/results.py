@@ -41,18 +41,21 @@ def write(
     command: str,
     loop: Loop | None,
     folder: Path,
+    computed: tuple[torch.device, str] | None = None,
 ) -> dict[str, Any]:
     """Complete the outcome of a run, and write ``result.json``, on the leader alone. That of a
     finished run has the hashes of the folder's files.
 
-    ``loop`` is None where the run ended before training. Returns what is in the file; ``failed``
-    where it cannot be written.
+    ``loop`` is None where the run ended before training, or trains nothing: then ``computed`` are its
+    device and precision. Returns what is in the file; ``failed`` where it cannot be written.
     """
-    described = environment(loop.parts.device if loop else torch.device("cpu"))
+    if loop:
+        computed = loop.parts.device, loop.parts.precision
+    described = environment(computed[0] if computed else torch.device("cpu"))
     packages = {path.partition(".")[0] for path in sources.targets(config.plain).values()}
     described |= {name: version for name in sorted(packages) if (version := version_of(name))}
-    if loop:
-        described["precision"] = loop.parts.precision
+    if computed:
+        described["precision"] = computed[1]
     if command:
         described["command"] = command
     steps = loop.parts.total_steps if loop else None

@@ -101,6 +101,7 @@ def test_in_bfloat16_the_metrics_are_those_of_the_pruned_weights(dense, capsys):
     with torch.autocast("cpu", torch.bfloat16):
         loss = task.evaluate(model, "val")["loss"]
     assert result["metrics"]["final"]["eval/loss"] == pytest.approx(loss, rel=1e-6)
+    assert result["environment"]["precision"] == "bf16"
 
 
 @pytest.mark.slow
