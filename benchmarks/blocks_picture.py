@@ -24,11 +24,13 @@ OUT = ROOT / "docs" / "pictures" / "blocks.svg"
 KINDS = {  # by density
     "N:M": ["2:4", "1:4", "1:8", "1:16"],
     "V:N:M, V = 64": ["64:4:8", "64:4:16", "64:4:32"],
+    "V:N:M, V = 32": ["32:4:16"],
     "V:N:M, V = 16": ["16:4:16"],
 }
 PARTS = {  # the runs, their metric, its factor and what it is
     "blocks_language.csv": ("test/perplexity", 1, "perplexity, tiny Shakespeare", True),
     "blocks_finetuning.csv": ("test/accuracy", 100, "accuracy in %, SST-2", False),
+    "blocks_images.csv": ("test/accuracy", 100, "accuracy in %, CIFAR-10", False),
 }
 
 
@@ -48,8 +50,10 @@ def draw(axes: Axes, file: str, fast: dict[str, float]) -> None:
     runs = pd.read_csv(RESULTS / file, low_memory=False)
     sparse = runs[runs["recipe"] == "sr_ste"].groupby("sparsity")[metric]
     mean, deviation = sparse.mean() * factor, sparse.std() * factor
-    for colour, marker, (kind, patterns) in zip(COLOURS, "osD", KINDS.items(), strict=False):
+    for colour, marker, (kind, patterns) in zip(COLOURS, "os^D", KINDS.items(), strict=False):
         there = [each for each in patterns if each in fast and each in mean]
+        if not there:
+            continue
         x, y = [fast[each] for each in there], [mean[each] for each in there]
         spread = [deviation[each] for each in there]
         axes.errorbar(x, y, spread, color=colour, marker=marker, capsize=3, label=kind)
@@ -69,8 +73,8 @@ def main() -> None:
     """Write the picture."""
     fast = speeds()
     with looks():
-        figure = Figure(figsize=(8.4, 3.6), layout="constrained")
-        for axes, file in zip(figure.subplots(1, 2), PARTS, strict=True):
+        figure = Figure(figsize=(12.6, 3.6), layout="constrained")
+        for axes, file in zip(figure.subplots(1, len(PARTS)), PARTS, strict=True):
             draw(axes, file, fast)
         save(figure, OUT)
 
