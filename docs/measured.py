@@ -44,7 +44,7 @@ RESULTS = DOCS / "results"
 BLOCK = re.compile(r"<!-- (?!picture)(\w+)(?:: ([^\n]*))? -->\n.*?<!-- end -->", re.S)
 COLUMN = re.compile(r"(?:(.*?)(?: \((exploratory)(?:: (.*?))?\))? = )?(nmrun .*)")
 PICTURE = re.compile(r"<!-- picture: (.*?) -->")
-KEY = re.compile(r"recipe|[a-z]+\.\w+")  # what heads a column of row labels
+KEY = re.compile(r"recipe|sparsity|[a-z]+\.\w+")  # what heads a column of row labels
 CLAIMS = {  # of a recipe, and where its row should stand to SR-STE
     "ste": ("SR-STE: a decay of the pruned weights helps", "behind"),
     "step": ("STEP: a dense start and a frozen second moment help", "ahead"),
