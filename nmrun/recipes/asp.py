@@ -32,8 +32,8 @@ from nmrun.sparsity.weight import SparseWeight
 class ASP(Recipe):
     """Dense training, one pruning by magnitude, then training with the mask fixed.
 
-    When to use: fine-tuning a trained network at 2:4, as the simplest recipe. Retraining a
-    language model that SparseGPT pruned, with a dense teacher. Not in fine-tuning at 1:16.
+    When to use: fine-tuning a trained network at 2:4 in a hundred steps, as the simplest recipe.
+    Retraining a language model that SparseGPT pruned, with a dense teacher. Not in fine-tuning at 1:16.
 
     Args:
         prune_at: the fraction of all steps that is trained densely first.

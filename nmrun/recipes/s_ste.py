@@ -31,7 +31,7 @@ class SSTE(Recipe):
     """STE with a soft threshold, times a scale that is kept with each weight.
 
     When to use: a language model from scratch, and where nothing but the learning rate can be
-    tuned. Not in fine-tuning at 1:16.
+    tuned. Not in fine-tuning.
 
     Args:
         gamma: where the threshold lies between the (N+1)-th largest magnitude (0) and the N-th (1)
