@@ -88,6 +88,8 @@ def test_the_commands_of_a_page_make_its_runs(page):
     assert files
     for file in files:
         runs = pd.read_csv(RESULTS / file, dtype=str)
+        if "id" not in runs or "tuned.cell" in runs:  # `nmrun tune` made them
+            continue
         if not set(runs.get("dataset.sha256", pd.Series(dtype=str)).dropna()) <= texts:
             pytest.skip("the text is another Python's standard library")
         assert set(runs["id"]) <= jobs.keys()
