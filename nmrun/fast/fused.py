@@ -193,12 +193,11 @@ def fusable(model: nn.Module, sample: Any) -> list[Place]:
         return []
     # layers alike share what they are given, which is large
     given = defaultdict[str, dict[Any, tuple[Tensor, ...]]](dict)
-    found = ((name, m) for name, m in model.named_modules() if name and _kind(m))
-    places = [
-        # an attention rounds its probabilities, too
-        Place(name, m, given=given[repr(m)], roundings=2 if _kind(m) == ATTENTION else 1)
-        for name, m in found
-    ]
+    places = []
+    for name, module in model.named_modules():
+        if name and (kind := _kind(module)):
+            roundings = 2 if kind == ATTENTION else 1  # it rounds its probabilities, too
+            places.append(Place(name, module, given=given[repr(module)], roundings=roundings))
     hooks = [p.module.register_forward_pre_hook(p.see, with_kwargs=True) for p in places]
     measurement.watched(hooks, partial(compute, model, sample))
     return [place for place in places if place.shapes]
