@@ -328,13 +328,14 @@ def _verdicts_of(command: str, exploratory: list[str]) -> dict[str, dict[str, st
     recipe with several rows the first counts.
     """
     verdicts: dict[str, dict[str, str]] = {}
-    for _, row in _cells(command).drop_duplicates(["dataset", "recipe"]).iterrows():
+    found = _cells(command)
+    for _, row in found.drop_duplicates(["dataset", "recipe"]).iterrows():
         if row.recipe not in CLAIMS:
             continue
         _, side = CLAIMS[row.recipe]
         mark, undecided = ("*", "*undecided*") if row.recipe in exploratory else ("**", "undecided")
         for_it = signed(row.difference if side == "ahead" else -row.difference, "deviations", 1)
-        if row.recipe == "step" and not _decided(command):
+        if row.recipe == "step" and not _decided(command, row[["recipe", *_labels(found)]]):
             text = f"not in its regime, {for_it}"
         elif row.ahead or row.behind:
             text = f"{mark}{'holds' if row[side] else 'fails'}{mark} {for_it}"
@@ -344,11 +345,15 @@ def _verdicts_of(command: str, exploratory: list[str]) -> dict[str, dict[str, st
     return verdicts
 
 
-def _decided(command: str) -> bool:
-    """Whether a rule of STEP's decided the switch in any run of the files of a command."""
+def _decided(command: str, labels: pd.Series) -> bool:
+    """Whether a rule of STEP's decided the switch in any run with a row's labels, in the files of a
+    command."""
     files = [DOCS.parent / word for word in shlex.split(command) if word.endswith(".csv")]
-    runs = (pd.read_csv(file, low_memory=False) for file in files)
-    return any((some.get("switched_by", pd.Series()) == "rule").any() for some in runs)
+    for runs in (pd.read_csv(file, dtype=str) for file in files):
+        same = (runs.reindex(columns=labels.index) == labels).all(axis=1)
+        if (runs.get("switched_by", pd.Series(index=runs.index))[same] == "rule").any():
+            return True
+    return False
 
 
 def _late(command: str) -> str:

@@ -252,6 +252,28 @@ def test_verdicts_are_for_the_claim_and_apart_where_they_decide_nothing(tmp_path
     assert twice == pytest.approx(-2 * one, abs=0.11)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["rule", "t_max"])
+def test_a_rule_that_decided_in_another_row_does_not_count(by, tmp_path):
+    """STEP's first row is the verdict's; in the second a rule decided."""
+    arms = {("sr_ste", "", ""): 0.7, ("step", "full", by): 0.8, ("step", "partial", "rule"): 0.7}
+    runs = accuracies(
+        tmp_path / "runs.csv",
+        [
+            f"{recipe},2:4,{seed},{mean + 0.001 * (seed * (2 + place) % 5)}"
+            for place, ((recipe, _, _), mean) in enumerate(arms.items())
+            for seed in range(5)
+        ],
+    )
+    table = pd.read_csv(runs, dtype=str)
+    table["recipe.window"] = [window for _, window, _ in arms for _ in range(5)]
+    table["switched_by"] = [switch for _, _, switch in arms for _ in range(5)]
+    table.to_csv(runs, index=False)
+    command = f"nmrun table {runs} --rows recipe,recipe.window --baseline sr_ste --overall"
+    _, (_, verdict) = lines_of(tmp_path / "page.md", f"verdicts: one = {command}")
+    assert verdict.startswith("**holds** +" if by == "rule" else "not in its regime, +")
+
+
 def test_a_sentence_has_the_figures_of_its_tables_and_is_refused_if_they_say_otherwise(tmp_path):
     command = (
         f"nmrun table {RESULTS}/step_long.csv --baseline sr_ste --rows recipe,recipe.switch "

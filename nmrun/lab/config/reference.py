@@ -54,7 +54,9 @@ ADVICE = (
     ),
     (
         "a pretrained encoder, fine-tuned",
-        "[ASP](recipes/asp.md) at 2:4, the simplest; SR-STE or [STE](recipes/ste.md) from 1:4 on",
+        "for [whole epochs](results/finetuning.md#three-epochs-of-cola-at-24) at 2:4 "
+        "[STEP](recipes/step.md); in a hundred steps [ASP](recipes/asp.md) at 2:4, the simplest; SR-STE "
+        "or [STE](recipes/ste.md) from 1:4 on",
     ),
     (
         "a trained language model, to be pruned",
