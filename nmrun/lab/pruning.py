@@ -217,7 +217,7 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
     results.save_weights(folder / FINAL, state)
     outcome = results.finished(task, after | before, {}, pruned.report())
     outcome["seconds"] = round(time.perf_counter() - began, 3)
-    result = results.write(outcome, config, run_id, command, None, folder, (device, precision))
+    result = results.write(outcome, config, run_id, command, folder, (device, precision))
     if result["status"] != "finished":
         raise RunError(result["error"])
     return result

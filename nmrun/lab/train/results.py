@@ -39,42 +39,36 @@ def write(
     config: Config,
     run_id: str,
     command: str,
-    loop: Loop | None,
     folder: Path,
-    computed: tuple[torch.device, str] | None = None,
+    place: tuple[torch.device, str] | None,
 ) -> dict[str, Any]:
     """Complete the outcome of a run, and write ``result.json``, on the leader alone. That of a
     finished run has the hashes of the folder's files.
 
-    ``loop`` is None where the run ended before training, or trains nothing: then ``computed`` are its
-    device and precision. Returns what is in the file; ``failed`` where it cannot be written.
+    ``place`` is the device and the precision that the run computed in; None where it ended before.
+    Returns what is in the file; ``failed`` where it cannot be written.
     """
-    if loop:
-        computed = loop.parts.device, loop.parts.precision
-    described = environment(computed[0] if computed else torch.device("cpu"))
+    described = environment(place[0] if place else torch.device("cpu"))
     packages = {path.partition(".")[0] for path in sources.targets(config.plain).values()}
     described |= {name: version for name in sorted(packages) if (version := version_of(name))}
-    if computed:
-        described["precision"] = computed[1]
+    if place:
+        described["precision"] = place[1]
     if command:
         described["command"] = command
-    steps = loop.parts.total_steps if loop else None
-    if loop and outcome["status"] == "finished":
-        steps = loop.steps.step
     result: dict[str, Any] = documents.strict(
         {
             "status": outcome["status"],
             "id": run_id,
             "config": config.plain,
-            "metrics": {"final": {}, "best": loop.evaluation.best if loop else {}},
+            "metrics": {"final": {}, "best": {}},
             "sparsity": {},
-            "flops": loop.steps.flops_used if loop else {},
-            "events": loop.events if loop else [],
+            "flops": {},
+            "events": [],
             "environment": described,
-            "steps": steps,
-            "seconds": round(loop.seconds, 3) if loop else 0.0,
-            "training_seconds": round(loop.training_seconds, 3) if loop else 0.0,
-            "checkpoint_seconds": round(loop.clock.spent, 3) if loop else 0.0,
+            "steps": None,
+            "seconds": 0.0,
+            "training_seconds": 0.0,
+            "checkpoint_seconds": 0.0,
             **outcome,
         }
     )
@@ -85,6 +79,19 @@ def write(
         what = f"result.json cannot be written: {error.strerror}"
         return {**result, "status": "failed", "error": what}
     return result
+
+
+def training(loop: Loop, status: str) -> dict[str, Any]:
+    """What a training loop adds to its run's outcome, however it ended."""
+    return {
+        "metrics": {"final": {}, "best": loop.evaluation.best},
+        "flops": loop.steps.flops_used,
+        "events": loop.events,
+        "steps": loop.steps.step if status == "finished" else loop.parts.total_steps,
+        "seconds": round(loop.seconds, 3),
+        "training_seconds": round(loop.training_seconds, 3),
+        "checkpoint_seconds": round(loop.clock.spent, 3),
+    }
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:

@@ -222,12 +222,16 @@ class _Run:
         return {"status": "interrupted", "signal": int(self.signals.caught or otherwise)}
 
     def _written(self, outcome: dict[str, Any]) -> dict[str, Any]:
+        loop, place = self.loop, None
+        if loop:
+            outcome = results.training(loop, outcome["status"]) | outcome
+            place = loop.parts.device, loop.parts.precision
         about = (self.config, self.id, self.command)
-        ended = results.write(outcome, *about, self.loop, self.folder)
+        ended = results.write(outcome, *about, self.folder, place)
         if self.tracker is not None:
             code = 0 if ended["status"] == "finished" else 1
             self.tracker.finish(results.summary(ended), code)
-        results.say(ended, self.folder, self.console, self.loop)
+        results.say(ended, self.folder, self.console, loop)
         return ended
 
     def _session(self) -> dict[str, Any]:
