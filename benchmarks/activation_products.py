@@ -132,7 +132,7 @@ def main() -> None:
     clock = Clock()
     table = [
         f"{TOKENS} tokens, {WIDTH} to {FEATURES} to {WIDTH}, {options.threads} thread"
-        f"{'s' * (options.threads > 1)}, float32: how many times as fast as the dense layer, median",
+        f"{'s' if options.threads > 1 else ''}, float32: how many times as fast as the dense layer, median",
         f"[quartiles] of paired rounds, n = {options.rounds}. `python benchmarks/activation_products.py "
         f"--threads {options.threads}`",
         "",

@@ -189,7 +189,8 @@ def _item(key: Key, defaults: dict[str, list[str]]) -> str:
 
 def _cell(text: str) -> str:
     """Without the marks of reStructuredText, and with those of Markdown as they are."""
-    plain = re.sub(r":\w+:(?=`)|``", lambda mark: "`" * (mark[0] == "``"), " ".join(text.split()))
+    plain = " ".join(text.split()).replace("``", "`")
+    plain = re.sub(r":\w+:(?=`)", "", plain)
     parts = re.split(r"(`[^`]*`)", plain)
     return "".join(
         p if p.startswith("`") else re.sub(r"([\\|*_])", r"\\\1", p.replace("<", "&lt;"))

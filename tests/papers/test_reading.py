@@ -132,7 +132,7 @@ def test_windows_cover_the_text_and_find_the_answer():
             for w, (a, b) in zip(mine, spans, strict=True)
         ]
         holding = [bool(question.answers) and {"w17", "w18"} <= {*some} for some in words]
-        assert found == ["w17 w18" * holds for holds in holding]
+        assert found == ["w17 w18" if holds else "" for holds in holding]
 
 
 def test_a_question_that_leaves_no_room():

@@ -106,7 +106,7 @@ def test_a_folder_that_cannot_be_read_is_named(strict, write, table, monkeypatch
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refused)
-    status, out, err = table(*["--verify"] * strict)
+    status, out, err = table("--verify") if strict else table()
     line = f"{closed}: Permission denied\n"
     if strict:
         assert (status, out, err) == (1, "", f"nmrun: {line}")

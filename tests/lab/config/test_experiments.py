@@ -200,7 +200,8 @@ def test_what_is_fine_tuned_is_what_the_other_experiments_leave(name):
 
 def left_by(init: str) -> str:
     folder, file = weights_in(init)
-    return folder.path.parts[-3] + " dense" * (file == "dense.safetensors")
+    recipe = folder.path.parts[-3]
+    return f"{recipe} dense" if file == "dense.safetensors" else recipe
 
 
 def test_the_ablations_of_s_ste_differ_from_its_runs_in_one_thing():

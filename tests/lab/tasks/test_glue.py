@@ -138,7 +138,7 @@ def test_every_task_trains(task, data, tmp_path):
 # --- encoders of Hugging Face ---------------------------------------------------------------------
 
 LINES = [
-    f"it was {'not ' * (i % 3 == 0)}{('good', 'bad')[i % 2]} quickly {'a film ' * (i % 4)}\t{i % 2}"
+    f"it was {'' if i % 3 else 'not '}{('good', 'bad')[i % 2]} quickly {'a film ' * (i % 4)}\t{i % 2}"
     for i in range(64)
 ]
 
