@@ -339,6 +339,8 @@ def _verdicts_of(command: str, exploratory: list[str]) -> dict[str, dict[str, st
             text = f"not in its regime, {for_it}"
         elif row.ahead or row.behind:
             text = f"{mark}{'holds' if row[side] else 'fails'}{mark} {for_it}"
+        elif pd.isna(row.least):  # the table has no third row, whose spread is the unit
+            raise SystemExit(f"{row.recipe} is not tested: {command}")
         else:
             text = f"{undecided} ({row.least:.1f})"
         verdicts.setdefault(row.dataset, {})[row.recipe] = text

@@ -412,6 +412,13 @@ def test_lines_say_where_no_rule_decided(tmp_path):
         assert ("(t_max)" in figure) == (not decided.any())
 
 
+def test_a_verdict_without_a_test_is_refused(tmp_path):
+    """Over all cells two rows have no third one, whose spread would be the unit."""
+    command = f"nmrun table {RESULTS}/translation_long.csv --baseline sr_ste --overall"
+    with pytest.raises(SystemExit, match="step is not tested"):
+        lines_of(tmp_path / "page.md", f"verdicts: ten passes = {command}")
+
+
 def test_adam_and_sgd_are_compared_by_seed(tmp_path):
     block = f"contrast: all = {RESULTS}/images_as_they_come.csv"
     _, *lines = lines_of(tmp_path / "page.md", block)
