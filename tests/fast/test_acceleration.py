@@ -366,7 +366,7 @@ def test_every_recipe_trains_as_it_does_with_masks_alone(
         )
         with torch.autocast("cpu", torch.bfloat16):
             choices = accelerate(handle, passing(model), mode)
-        assert [c.path for c in choices] == ["compressed"] * 2 * (mode == "auto")
+        assert [c.path for c in choices] == (["compressed"] * 2 if mode == "auto" else [])
         passes.clear(), writes.clear()
         losses, were = train(model, optimizer, handle)
         counted = len(passes), list(writes)

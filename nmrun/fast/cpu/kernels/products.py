@@ -139,7 +139,7 @@ class PackedMatrix(Matrix):
         tokens = x.shape[1] if turned else x.shape[0]
         out = x.new_empty((self.rows, tokens) if turned else (tokens, self.rows))
         bias = None if bias is None else bias.float().contiguous()
-        flags = TURNED if turned else LOW * (x.dtype == torch.bfloat16)
+        flags = TURNED if turned else LOW if x.dtype == torch.bfloat16 else 0
         operands = [*map(address, (x, out, bias)), *self.addresses]
         operands += [self.rows, self.columns, tokens]
         in_panels(library.nm_product, operands, flags, tokens, self.rows, self.count)

@@ -140,8 +140,8 @@ class TiledMatrix(SlotMatrix):
         library, x = products.KERNELS.load(), x.contiguous()
         tokens, rows, columns = len(x), self.rows, self.columns
         out = x.new_empty(tokens, rows)
-        flags = LOW * (x.dtype == torch.bfloat16)
-        flags += LOW_VALUES * (self.values.dtype == torch.bfloat16)
+        flags = LOW if x.dtype == torch.bfloat16 else 0
+        flags += LOW_VALUES if self.values.dtype == torch.bfloat16 else 0
         bias = None if bias is None else bias.contiguous()
         values, index, counts, start = self.addresses
         fixed = [*map(address, (x, out, bias)), values, index, start]
