@@ -168,6 +168,13 @@ class Images(Augmented, Subset, Dataset):
         whole(0),
         "black pixels around a training image, from which a random window is cut",
     ] = 0
+    resolution: Annotated[
+        int | None,
+        whole(1, optional=True),
+        "pixels of a side: images of another size are scaled and cropped to the middle. null = as "
+        "they are; of a folder, the shorter side of the median image up to 64, and 224 for larger "
+        "ones",
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -210,12 +217,6 @@ class ImageFolder(Images):
         PATH,
         "the folder or a tar archive of it, in NMRUN_DATA or else in the current folder",
     ]
-    resolution: Annotated[
-        int | None,
-        whole(1, optional=True),
-        "pixels of a side: images of another size are scaled and cropped to the middle. null = the "
-        "shorter side of the median image up to 64, and 224 for larger ones",
-    ] = None
 
 
 @dataclass(frozen=True)

@@ -348,6 +348,26 @@ def test_fashion_mnist_as_torchvision_stores_it(tmp_path):
     assert names[0] == "T-shirt/top"
 
 
+@pytest.mark.parametrize("side", [48, 16])
+def test_cifar_at_another_resolution_is_as_pillow_scales_it(side, tmp_path, monkeypatch):
+    fake_cifar(tmp_path / "data", monkeypatch)
+    words = ("cifar10", "dataset.val_size=10", "trainer.batch_size=8")
+    plain = tasks.build(dataset_config(tmp_path, *words), CPU)
+    task = tasks.build(dataset_config(tmp_path, *words, f"dataset.resolution={side}"), CPU)
+    for name, (pixels, labels) in task.splits.items():
+        original, same = plain.splits[name]
+        assert torch.equal(labels, same)
+        for scaled, image in zip(pixels, original, strict=True):
+            drawn = Image.fromarray(image.permute(1, 2, 0).numpy())
+            drawn = drawn.resize((side, side), Image.Resampling.BILINEAR)
+            assert np.array_equal(scaled.permute(1, 2, 0), np.asarray(drawn))
+    assert task.signature["input"]["shape"] == [3, side, side]
+    assert task.signature["input"]["resize"] == {"shorter_side": side, "crop": side}
+    monkeypatch.setattr(os, "sysconf", lambda name: 32)
+    with pytest.raises(ConfigError, match="do not fit into memory"):
+        tasks.build(dataset_config(tmp_path, *words, f"dataset.resolution={side}"), CPU)
+
+
 def test_cifar_from_its_archive_of_images(tmp_path):
     place = make_folder(tmp_path / "cifar10-jpeg", (32, 32), {"train": 12, "test": 4})
     (tmp_path / "data" / "cifar10").mkdir(parents=True)

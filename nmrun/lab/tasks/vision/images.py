@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from nmrun.errors import ConfigError, refused
 from nmrun.lab.keys.datasets import Digits, ImageFolder, ImageNet, Images, Subset
@@ -45,8 +45,17 @@ FILES = {  # torchvision's class, the folder of its files, and images under othe
 def torchvision_files(config: Config, device: torch.device) -> Classification:
     options = config.dataset.as_kind(Images)
     pool, test, names, place = read_torchvision(options.name)
-    shape, classes = pool[0].shape[1:], len(names)
+    classes = len(names)
     splits = split(pool, test, classes, options)
+    if options.resolution is not None:
+        splits = {
+            name: (scaled(images, options.resolution), labels)
+            for name, (images, labels) in splits.items()
+        }
+    shape = splits["train"][0].shape[1:]
+    prepared: dict[str, Any] = {"colours": "RGB" if shape[0] == 3 else "grey"}
+    if options.resolution is not None:
+        prepared |= _resized(options.resolution)
     return Classification.of(
         config,
         splits,
@@ -54,8 +63,21 @@ def torchvision_files(config: Config, device: torch.device) -> Classification:
         device,
         about=about(splits, shape, classes, place),
         names=names,
-        prepared={"colours": "RGB" if shape[0] == 3 else "grey"},
+        prepared=prepared,
     )
+
+
+def _resized(side: int) -> dict[str, Any]:
+    """What a network's ``input`` says of images that become squares."""
+    return {"resize": {"shorter_side": side, "crop": side}}
+
+
+def scaled(images: Tensor, size: int) -> Tensor:
+    """Square images, uint8 (N, C, side, side), with ``size`` pixels of a side: bilinear, with
+    antialiasing, as :func:`decode` scales. Raises ConfigError for more than half of the memory.
+    """
+    _check_memory(len(images), images.shape[1], size)
+    return nn.functional.interpolate(images, (size, size), mode="bilinear", antialias=True)
 
 
 def read_torchvision(name: str) -> tuple[Labelled, Labelled, list[str], Path]:
@@ -190,7 +212,7 @@ def image_folder(config: Config, device: torch.device) -> Classification:
         device,
         about=about(parts, shape, classes, place),
         names=names,
-        prepared={"colours": "RGB", "resize": {"shorter_side": shape[-1], "crop": shape[-1]}},
+        prepared={"colours": "RGB", **_resized(shape[-1])},
     )
 
 
@@ -309,11 +331,7 @@ def _pixels(paths: Sequence[str], size: int) -> NDArray[np.uint8]:
     """uint8 (N, 3, size, size). Raises ConfigError for a file that cannot be decoded, and for more
     than half of the memory.
     """
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if len(paths) * 3 * size * size > memory / 2:
-        raise ConfigError(
-            f"{len(paths)} images of dataset.resolution={size} do not fit into memory; dataset=imagenet reads as it trains"
-        )
+    _check_memory(len(paths), 3, size)
     pixels = np.empty((len(paths), 3, size, size), np.uint8)
 
     def fill(row: int) -> None:
@@ -353,6 +371,14 @@ def _unpack(archive: Path, size: int | None) -> dict[str, NDArray[Any]]:
         while len(entries := list(inside.iterdir())) == 1 and entries[0].is_dir():
             inside = entries[0]
         return _decode_all(*listing(inside), size)
+
+
+def _check_memory(count: int, channels: int, size: int) -> None:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if count * channels * size * size > memory / 2:
+        raise ConfigError(
+            f"{count} images of dataset.resolution={size} do not fit into memory; dataset=imagenet reads as it trains"
+        )
 
 
 def split(
