@@ -59,6 +59,7 @@ KINDS = (
     Kind("rows' spreads 1, 0.5, 1, 2", seeds=10, deviations=(1, 0.5, 1, 2)),
     Kind("baseline's spread twice the others'", deviations=(2, *[1] * 7)),
     Kind("one row's spread three times the others'", deviations=(1, 3, *[1] * 6)),
+    Kind("another row's spread a hundred times the others'", deviations=(*[1] * 7, 100)),
     Kind("each cell's spread its own, by a factor of 1.8", cells=0.6),
     Kind("tails of a t with 4 degrees of freedom", tails=4),
     Kind("a run in 20 failed", failed=0.05),

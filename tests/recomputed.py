@@ -36,7 +36,7 @@ class Gaps(NamedTuple):
 
 def prior_of(variances: Sequence[float], freedoms: Sequence[int]) -> tuple[float, float]:
     """Smyth's moment estimate (2004, section 6) with scipy's root finding in place of his Newton
-    steps: the geometric mean of the prior, and its degrees of freedom."""
+    steps: the prior, the median of the variances, and its degrees of freedom."""
     logs = [
         math.log(v) - special.digamma(f / 2) + math.log(f / 2)
         for v, f in zip(variances, freedoms, strict=True)
@@ -46,7 +46,7 @@ def prior_of(variances: Sequence[float], freedoms: Sequence[int]) -> tuple[float
     most = 4 * statistics.fmean(freedoms)  # as docs/statistics.md says
     if beyond > special.polygamma(1, most / 2):
         most = 2 * optimize.brentq(lambda x: float(special.polygamma(1, x)) - beyond, 1e-6, most)
-    return math.exp(statistics.fmean(logs)), most
+    return math.exp(statistics.median(logs)), most
 
 
 def judged(table: dict[Hashable, Gaps]) -> dict[Hashable, Verdict]:

@@ -107,15 +107,16 @@ class Difference:
         return self.p is not None and self.p < 1 - LEVEL
 
 
-def _without_noise(values: Floats, size: float | None = None) -> Floats:
-    """Rounded to twelve digits of the largest (or of ``size``), so that ties are ties."""
-    size = float(np.abs(values).max(initial=0.0) if size is None else size)
+def _without_noise(values: Floats, size: float) -> Floats:
+    """Rounded to twelve digits of ``size``, so that ties are ties."""
     return values.round(DIGITS - math.ceil(math.log10(size))) if size else values
 
 
 def grain(values: Iterable[float]) -> float:
     """The smallest difference between two unequal values of a metric; 0.0 if all are equal."""
-    steps = np.diff(np.unique(_without_noise(np.array([*values], float))))
+    ordered = np.unique(np.array([*values], float))
+    steps = np.diff(ordered)
+    steps = steps[steps > 10.0**-DIGITS * np.abs(ordered[1:])]  # below, they differ by rounding
     return float(steps.min()) if len(steps) else 0.0
 
 
@@ -201,8 +202,8 @@ def moderate(variances: Floats, freedom: Floats) -> tuple[Floats, Floats]:
     expression, section 6). A prior variance with d0 degrees of freedom counts beside each
     sample's. d0 is his moment estimate: infinite where variances do not differ by more than chance.
     Three things are on the safe side of his, and docs/statistics.md says what they prevent: the
-    prior is the geometric mean of the variances, d0 has a limit, and no variance becomes lower than
-    it was found.
+    prior is the median of the variances, which a row of far larger ones does not move; d0 has a
+    limit; and no variance becomes lower than it was found.
     """
     from scipy import special
 
@@ -210,13 +211,13 @@ def moderate(variances: Floats, freedom: Floats) -> tuple[Floats, Floats]:
     if m == 1:  # there is nothing to shrink to
         return variances, np.broadcast_to(freedom, variances.shape)
     logs = np.log(variances) - special.digamma(freedom / 2) + np.log(freedom / 2)
-    centre = logs.mean(-1, keepdims=True)
     chance = special.polygamma(1, freedom / 2).mean(-1, keepdims=True)
-    beyond = ((logs - centre) ** 2).sum(-1, keepdims=True) / (m - 1) - chance
+    beyond = logs.var(-1, ddof=1, keepdims=True) - chance
     most = HEAVIEST * freedom.mean(-1, keepdims=True)
     prior = np.minimum(2 * trigamma_inverse(beyond), most)
     share = 1 / (1 + freedom / prior)
-    shrunk = share * np.exp(centre) + (1 - share) * variances
+    middle = np.exp(np.median(logs, -1, keepdims=True))
+    shrunk = share * middle + (1 - share) * variances
     return np.maximum(variances, shrunk), np.minimum(
         prior + freedom, freedom.sum(-1, keepdims=True)
     )

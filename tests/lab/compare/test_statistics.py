@@ -99,6 +99,7 @@ def test_the_grain_is_the_smallest_step():
     assert grain(values) == pytest.approx(1 / IMAGES)
     assert grain([0.5, 0.5]) == grain([]) == 0.0
     assert grain([3e11, 3e11 + 2e5]) == pytest.approx(2e5)
+    assert grain([5.41, 5.42, 3e13]) == pytest.approx(0.01)  # perplexities, one of which diverged
 
 
 # --- spreads that borrow from each other ------------------------------------------------------------
@@ -123,6 +124,16 @@ def test_spreads_are_moderated_as_by_another_implementation(spreads, sizes):
             (expected.mean, expected.low, expected.high, expected.spread)
         )
         assert one.p == (None if expected.p is None else pytest.approx(expected.p))
+
+
+def test_a_row_that_diverged_hides_no_other():
+    """Its spread is ten thousand times the others', which the prior is to be of."""
+    calm = [gap([*np.random.default_rng(i).normal(0.0, 0.05, 5)]) for i in range(3)]
+    ahead, wild = gap([-1.02, -0.97, -1.0, -1.05, -0.96]), gap([2e4, 4e4, 1e4, 3e4, 2e4])
+    alone = moderated(dict(enumerate([ahead, *calm])))[0]
+    beside = moderated(dict(enumerate([ahead, *calm, wild])))[0]
+    assert beside.high - beside.low < 3 * (alone.high - alone.low)
+    assert beside.p < 0.001
 
 
 def test_the_ends_of_moderation_are_students_test_and_the_pooled_one():
@@ -354,7 +365,7 @@ def test_a_terminal_without_a_minus_sign(some_runs, monkeypatch, tmp_path):
     stream = io.TextIOWrapper(buffer, encoding="ascii", write_through=True)
     monkeypatch.setattr(sys, "stdout", stream)
     assert verb("table", str(tmp_path / "outputs"), "--baseline", "dense") == 0
-    assert b"| -2.15 [-2.66, -1.64] p" in buffer.getvalue()
+    assert b"| -2.1 [-3.0, -1.3] p" in buffer.getvalue()
 
 
 def test_mistaken_baselines(write, table):
