@@ -201,6 +201,8 @@ def _run(line: dict[str, str]) -> dict[str, Any]:
         is_number = "/" in name or name in ("seed", "seconds")
         if is_number and value is not None and type(value) not in (int, float):
             raise ConfigError(f"{name}={value} is no number")
+    if run["seed"] != run["seed"]:
+        raise ConfigError("seed has no value")
     return run
 
 

@@ -36,6 +36,7 @@ SAMPLES = "recipe.samples"  # of a calibration
 TRAINING = ("optimizer", "schedule", "trainer")
 FAR = 10.0  # a failed seed is worse than its cell's median by more than so many deviations of a run
 APART = ("dataset", "model", "sparsity", "metric")  # recipes that differ in one are no rivals
+LARGEST = 1e100  # a metric beyond has diverged, and squares of some would be infinite
 SCORES = ("test", "eval", "best")  # the metrics that can show that a seed failed
 
 
@@ -307,7 +308,7 @@ def _cell(group: Sequence[Run]) -> Cell:
         value = run.get(run["metric"], math.nan)
         if run["status"] != "finished":
             why = run["status"]
-        elif value is None or math.isinf(value):  # null: it was not finite
+        elif value is None or abs(value) > LARGEST:  # null: it was not finite
             why = "failed"
         elif value != value:
             why = "without a value"

@@ -151,17 +151,19 @@ def _tested(by_metric: Mapping[str, Iterable[Difference]]) -> list[str]:
 def over_all_cells(comparison: Comparison) -> list[str]:
     """The lines above a table over all cells of each data set."""
     rows, tables = comparison.overall, comparison.tables
-    baseline = ", ".join(dict.fromkeys(" ".join(row) for t in tables for row in t.baseline))
+    whom = dict.fromkeys(words(t.row_keys, row) for t in tables for row in t.baseline)
     metrics = ", ".join(dict.fromkeys(table.metric for table in tables))
-    several = len({data for each in rows for data in each.parts}) > 1
-    by = "by data set" if several else "over all cells together"
+    number = len({data for each in rows for data in each.parts})
+    by = "by data set" if number > 1 else "over all cells together"
     first = (
-        f"Difference to {baseline} in {metrics} {by} (positive is better), "
+        f"Difference to {', '.join(whom)} in {metrics} {by} (positive is better), "
         "in standard deviations of a run over its seeds, with 95 % intervals (number of cells)"
     )
     gaps = [part.gap for each in rows for part in each.parts.values()]
     notes = _tested({"": gaps}) if any(gap.p is not None for gap in gaps) else []
-    if several:
+    if number == 2:
+        notes.append("no test over all cells")
+    if number > 2:
         notes.append("no test over all cells: the last column leaves out the data set in brackets")
     if any(gap.n < FEWEST for gap in gaps):
         notes.append("no test for fewer than three seeds of a data set")
@@ -214,10 +216,11 @@ def _chosen(table: Table) -> list[str]:
 
 def _trials(run: Run) -> str:
     """By how many trials of ``nmrun tune`` the settings of a run were chosen."""
-    if not isinstance(run.get("tuned.over"), str):
+    over, metric, trials = (run.get(f"tuned.{key}") for key in ("over", "by", "trials"))
+    if not isinstance(over, str) or not isinstance(metric, str):
         return "none"
-    by = notation.bare(run["tuned.by"])
-    return f"{run['tuned.trials']} trials by {by}, the best two with three seeds"
+    by = notation.bare(metric)
+    return f"{label(trials)} trials by {by}, the best two with three seeds"
 
 
 def _candidates(run: Run) -> str:

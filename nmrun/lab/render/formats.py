@@ -51,7 +51,9 @@ def render(comparison: Comparison, style: str) -> str:
     in_latex = style == "latex"
     if comparison.overall:
         grid = over_all_cells(comparison, in_papers=in_latex)
-        return latex(grid, "overall") if in_latex else markdown(grid)
+        data_sets = dict.fromkeys(data for each in comparison.overall for data in each.parts)
+        name = _name(comparison.tables[0], "overall", *data_sets)
+        return latex(grid, name) if in_latex else markdown(grid)
     if in_latex:
         return "\n".join(map(_in_latex, comparison.tables))
     return "\n".join(markdown(grid) for table in comparison.tables for grid in grids(table))
@@ -199,6 +201,7 @@ def over_all_cells(comparison: Comparison, in_papers: bool = False) -> Grid:
     data_sets = dict.fromkeys(data for each in comparison.overall for data in each.parts)
     several = len(data_sets) > 1
     failed = any(each.failed for each in comparison.overall)
+    written = {data: notation.written(data) if in_papers else data for data in data_sets}
 
     def figures(each: Overall) -> dict[str, Figure]:
         error = max(part.gap.error for part in each.parts.values())
@@ -212,24 +215,24 @@ def over_all_cells(comparison: Comparison, in_papers: bool = False) -> Grid:
         shown["median cell"] = Figure(mean(statistics.median(each.means)))
         for data in data_sets:
             part = each.parts.get(data)
-            name = notation.written(data) if in_papers else data
             figure = _judged(part.gap, "", len(part.means)) if part else Figure("-")
-            shown[name if several else ALL] = figure
+            shown[written[data] if several else ALL] = figure
         if several:
+            shown[ALL] = Figure(mean(each.mean))
+        if len(data_sets) > 2:  # of two, the mean without one is the other's column
             # the least and the largest mean over all data sets but one
             ends = sorted((value, data) for data, value in each.all_but.items())
-            texts = [f"{mean(value)} ({data})" for value, data in ends[:1] + ends[-1:]]
-            shown[ALL] = Figure(mean(each.mean))
+            texts = [f"{mean(value)} ({written[data]})" for value, data in ends[:1] + ends[-1:]]
             shown["but for one data set"] = Figure(" to ".join(texts) or "-")
         return shown
 
     every = [figures(each) for each in comparison.overall]
-    written = [
+    rows = [
         ([_label(*pair, in_papers) for pair in zip(keys, each.row, strict=True)], [*row.values()])
         for each, row in zip(comparison.overall, every, strict=True)
     ]
     head = [*(_key(key, in_papers) for key in keys), *every[0]]
-    return Grid(captions.over_all_cells(comparison), len(keys), head, written)
+    return Grid(captions.over_all_cells(comparison), len(keys), head, rows)
 
 
 # --- Markdown -------------------------------------------------------------------------------------
@@ -279,9 +282,14 @@ def _in_latex(table: Table) -> str:
     if table.baseline:
         whom = (" ".join(notation.column(table.row_keys, row)) for row in table.baseline)
         grid.caption.append(f"compared with {', '.join(whom)}: {captions.tests(table)}")
-    parts = [table.shared.get("dataset"), table.shared.get("model"), table.metric]
-    name = re.sub(r"[^a-zA-Z0-9]+", "-", " ".join(filter(None, parts))).strip("-").lower()
-    return latex(grid, name, MOST)
+    of = table.shared.get("dataset", ""), table.shared.get("model", "")
+    return latex(grid, _name(table, *of, table.metric), MOST)
+
+
+def _name(table: Table, *parts: str) -> str:
+    """What a label of LaTeX says of a table: also of its rows, where these are no recipes alone."""
+    rows = () if table.row_keys == ("recipe",) else table.row_keys
+    return re.sub(r"[^a-zA-Z0-9]+", "-", " ".join([*parts, *rows])).strip("-").lower()
 
 
 def latex(grid: Grid, name: str, most: int = 0) -> str:

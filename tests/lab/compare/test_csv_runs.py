@@ -75,6 +75,30 @@ def test_a_key_that_one_file_has_not_is_no_difference(tmp_path, table):
     )
 
 
+@pytest.mark.parametrize("value", ["1e160", "1e308", "1" * 400])
+def test_a_metric_of_which_squares_overflow_is_of_a_failed_run(tmp_path, table, value):
+    lines = [
+        GOOD.replace(b",ste,", b",%s," % recipe)
+        .replace(b",0,", b",%d," % seed)
+        .replace(b"0.5", metric)
+        for recipe, metric in ((b"ste", b"0.5"), (b"sr_ste", value.encode()), (b"asp", b"0.4"))
+        for seed in range(4)
+    ]
+    (tmp_path / "runs.csv").write_bytes(HEAD + b"".join(lines))
+    code, text, _ = table("--baseline", "ste", paths=("runs.csv",))
+    assert code == 0
+    assert "4 failed" in text
+
+
+def test_an_edited_file_without_the_trials_is_of_runs_that_were_not_tuned(tmp_path, table):
+    (tmp_path / "runs.csv").write_bytes(
+        HEAD[:-1] + b",tuned.over\n" + GOOD[:-1] + b",optimizer.lr 0.1\n"
+    )
+    code, text, _ = table(paths=("runs.csv",))
+    assert code == 0
+    assert "tuned before" not in text
+
+
 @pytest.mark.parametrize("text", ["2024_01", "1_0.5", "\u0663"])
 def test_what_python_alone_takes_for_a_number_is_a_text(file, text):
     save(file, {**RUN, "dataset.revision": text})
@@ -94,6 +118,7 @@ def test_what_python_alone_takes_for_a_number_is_a_text(file, text):
         (HEAD + GOOD + GOOD.replace(b"0.5", b"abc"), "line 3: test/accuracy=abc is no number"),
         (HEAD + GOOD.replace(b"0.5", b"true"), "line 2: test/accuracy=True is no number"),
         (HEAD + GOOD.replace(b",0,", b",x,"), "line 2: seed=x is no number"),
+        (HEAD + GOOD.replace(b",0,", b",,"), "line 2: seed has no value"),
         (HEAD + GOOD.replace(b"2:4", b"9:4"), "line 2: 9:4 is not an N:M pattern"),
         (HEAD + GOOD.replace(b"finished", b"done"), "line 2: status=done: no such status"),
     ],

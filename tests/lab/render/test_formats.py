@@ -69,6 +69,20 @@ def test_cells_names_caption_and_label(write, table):
     assert "% needs \\usepackage{booktabs}" in text.splitlines()
 
 
+def test_tables_of_other_rows_and_over_all_cells_have_labels_of_their_own(write, table):
+    comparison(write)
+    labels = [
+        re.search(r"\\label\{(.*)\}", table(*LATEX, *words)[1])[1]
+        for words in (
+            (),
+            ("--rows", "recipe,optimizer.lr"),
+            ("--overall", "--baseline", "sr_ste"),
+            ("--overall", "--baseline", "sr_ste", "--rows", "recipe,optimizer.lr"),
+        )
+    ]
+    assert len({*labels}) == 4
+
+
 def test_no_rule_below_dense_rows_that_do_not_come_first(write, table):
     for rate in (0.1, 0.2):
         write("dense", "dense", 0, 0.9, optimizer__lr=rate)
