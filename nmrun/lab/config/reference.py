@@ -39,7 +39,7 @@ WORDS = {  # words of a command that are no keys of a config
 # changes it here. For every task that no comparison has, in Markdown; links are relative to docs/.
 BEGIN_WITH = (
     "From scratch take [S-STE](recipes/s_ste.md), in fine-tuning [SR-STE](recipes/sr_ste.md), "
-    "unless your task is in the picture or below."
+    "unless your task is listed below."
 )
 # What one trains, and what to take.
 ADVICE = (
@@ -54,7 +54,7 @@ ADVICE = (
     ),
     (
         "a pretrained encoder, fine-tuned",
-        "for [whole epochs](results/finetuning.md#three-epochs-of-cola-at-24) at 2:4 "
+        "for [three epochs of CoLA](results/finetuning.md#three-epochs-of-cola-at-24) at 2:4 "
         "[STEP](recipes/step.md); in a hundred steps [ASP](recipes/asp.md) at 2:4, the simplest; SR-STE "
         "or [STE](recipes/ste.md) from 1:4 on",
     ),

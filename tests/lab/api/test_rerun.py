@@ -180,7 +180,7 @@ def test_lines_of_committed_files_have_the_id_of_their_settings(line, monkeypatc
         ("step_long.csv:9999", "no run is in that line"),
         ("step_long.csv:1", "no run is in that line; the first is"),
         ("step_long.csv", "no run is in that line; the first is"),
-        ("one_shot.csv:2", "the file has not all settings of a run"),
+        ("switch.csv:2", "the file has not all settings of a run"),
         ("images_trials.csv:2", "no file of runs: it has no column"),
         ("nowhere.csv:2", "no file of runs"),
     ],

@@ -206,10 +206,10 @@ def test_a_picture_for_a_paper(write, tmp_path):
     words = words_of(drawn_by(tmp_path))
     title = "small_conv on digits, Adam, learning rate 0.001, 12 epochs; mean and sd"
     assert {title, "SR-STE", "STEP", "dense", "test accuracy (%)"} <= set(words)
-    asked = ("--title", "A <title> & $", "--width", "3.25")
+    asked = ("--title", r"A <title> & $\bad$", "--width", "3.25")
     picture = drawn_by(tmp_path, *asked, "--ylim", "90,100")
     words = words_of(picture)
-    assert {"A <title> & $", "STEP", "SR-STE", "90", "100"} <= set(words)
+    assert {r"A <title> & $\bad$", "STEP", "SR-STE", "90", "100"} <= set(words)
     assert title not in words
     assert picture.get("width") == "234pt"  # 3.25 inches of 72 points
     assert title not in words_of(drawn_by(tmp_path, "--title", ""))
