@@ -76,6 +76,8 @@ MISTAKES = {
     "torn row": ("rte", None, ["0\tA.\tB.\tentailment", "1\tC."], r"RTE/train.tsv: label is ''"),
     "longer row": ("rte", None, ["0\tA.\tB.\tentailment", "1\tA.\tB.\tentailment\t1"], r"RTE/train.tsv: .*Expected 4 fields in line 3, saw 5"),
     "label": ("rte", None, ["0\tA.\tB.\tyes"], r"RTE/train.tsv: label is 'yes', where it takes entailment or not_entailment"),
+    "longer rows": ("sst2", None, ["good\t1\textra", "bad\t0\textra"], r"SST-2/train.tsv: its rows have more columns than its header"),
+    "longer rows without a header": ("cola", None, ["s\t1\t\tA.\tx"], r"CoLA/train.tsv: its rows have more columns"),
     "score": ("stsb", None, ["0\tn\tf\t2\t1\tn\tn\tA.\tB.\tx"], r"STS-B/train.tsv: could not convert"),
 }  # fmt: skip
 
