@@ -1,4 +1,4 @@
-"""A small encoder of Hugging Face with its tokenizer, as people have it on disk."""
+"""A small encoder of Hugging Face with its tokenizer, and one as GPT-2's, as people have them on disk."""
 
 from __future__ import annotations
 
@@ -29,4 +29,16 @@ def save_encoder(folder: Path, **changes: Any) -> Path:
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "BertTokenizer", "model_max_length": 32})
     )
+    return folder
+
+
+def save_tokenizer(folder: Path, **tokens: str) -> Path:
+    """A tokenizer of bytes that adds no token to a text, as GPT-2's; ``tokens`` are special ones."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    plain = Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=plain, **tokens).save_pretrained(folder)
     return folder

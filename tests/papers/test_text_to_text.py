@@ -13,9 +13,11 @@ import pytest
 import torch
 from glue_files import FILES, write
 from runs import config
+from verbs import verb
 
 from nmrun.lab import tasks
 from nmrun.lab.config.identity import run_folder
+from nmrun.lab.export import finished_run
 from nmrun.lab.tasks.text import labelled
 from nmrun.lab.train import build, flops, runner, weights
 from nmrun.papers.text_to_text.task import ANSWERS, NOTHING, SCORES, TextToText, prompt
@@ -152,3 +154,31 @@ def test_a_run(task, data, tmp_path, saved, monkeypatch):
     sparse = [weight.name for weight in build.build(asked_for).handle.sparse]
     assert len(sparse) == (2 + 2) * 2  # the feed-forward layers of encoder and decoder
     assert all("DenseReluDense.w" in name for name in sparse)
+
+
+@pytest.mark.parametrize("task", ["cola", "stsb"])
+def test_predict_says_the_likeliest_answer(task, data, tmp_path, saved, capsys):
+    """By transformers' loss of each answer."""
+    write(data, task, 16 * FILES[task][2])
+    asked_for = t5_config(tmp_path, saved, task, "recipe=dense")
+    runner.run(asked_for, run_folder(asked_for))
+    model, _ = finished_run.network(finished_run.read(run_folder(asked_for)))
+    encode = transformers.AutoTokenizer.from_pretrained(saved)
+    prompts = [prompt(task, text)[0] for text in FILES[task][3]]
+    (tmp_path / "prompts.txt").write_text("".join(f"{line}\n" for line in prompts))
+    capsys.readouterr()
+    assert verb("predict", str(run_folder(asked_for)), str(tmp_path / "prompts.txt")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    answers = ANSWERS.get(task) or [f"{score:.1f}" for score in SCORES]
+    for line, text in zip(lines, prompts, strict=True):
+        said, _, of = line.partition("\t")
+        answered, share = said.split()
+        inputs, likely = encode(text, return_tensors="pt", return_token_type_ids=False), {}
+        for answer in answers:
+            labels = encode(answer, return_tensors="pt").input_ids
+            with torch.no_grad():
+                loss = model.network(**inputs, labels=labels).loss
+            likely[answer] = float((-loss * labels.numel()).exp())
+        best = max(likely, key=likely.__getitem__)
+        assert (answered, of) == (best, text)
+        assert float(share) == pytest.approx(likely[best] / sum(likely.values()), abs=6e-4)

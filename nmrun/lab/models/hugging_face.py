@@ -149,8 +149,13 @@ def encoder(
             f"model.pretrained={pretrained}: {config.model_type} is no encoder such as BERT"
         )
     check_vocabulary(pretrained, config.vocab_size, vocabulary, unused=1)
-    most = getattr(config, "max_position_embeddings", None)
-    check_length("dataset.max_length", max_length, pretrained, most)
     # a pooler may be missing: then it begins at random
     encoder = fetch_whole("AutoModel", pretrained, besides="pooler", config=config)
+    most = getattr(config, "max_position_embeddings", None)
+    positions = getattr(getattr(encoder, "embeddings", None), "position_embeddings", None)
+    padding = getattr(positions, "padding_idx", None)
+    if most is not None and padding is not None:
+        # RoBERTa and its kind: a text begins at the position after that of padding
+        most -= padding + 1
+    check_length("dataset.max_length", max_length, pretrained, most)
     return EncoderClassifier(encoder, classes, pooling, dropout)

@@ -18,7 +18,13 @@ from nmrun.lab.models.hugging_face import Wrapped
 from nmrun.lab.tasks.base import Batch, limited, refuse_smoothing, sent, settings, thinned
 from nmrun.lab.tasks.hugging_face import check_vocabulary, fetch, fetch_whole
 from nmrun.lab.tasks.text import labelled
-from nmrun.lab.tasks.text.classification import Text, TextClassification, Tokenizer, tokenizer
+from nmrun.lab.tasks.text.classification import (
+    Encoded,
+    Text,
+    TextClassification,
+    Tokenizer,
+    tokenizer,
+)
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
@@ -36,7 +42,7 @@ class TextToText(TextClassification):
     targets)``, each token from those of the answer before it.
 
     Labels are the number of the answer, or a score. For scores, ``values`` says what each answer is
-    worth; a score's answer is the nearest one.
+    worth; a score's answer is the nearest one. ``classes`` of the signature are the answers.
     """
 
     equal_batches = False
@@ -62,6 +68,7 @@ class TextToText(TextClassification):
             device=device,
         )
         del self.inputs["classes"]
+        self.signature = {"classes": list(answers)}
         self.values = None if values is None else torch.tensor(values)
         tokens, _, starts = tokenizer.encode([(answer,) for answer in answers])
         each = [tokens[a:b].long() for a, b in itertools.pairwise(starts)]
@@ -95,9 +102,9 @@ class TextToText(TextClassification):
             scores.append(likely.gather(-1, targets[:, :, None])[:, :, 0].sum(1))
         return torch.stack(scores, 1)
 
-    def _batch(self, split: str, rows: Tensor, length: int | None = None) -> Batch:
-        tokens, mask, *_ = super()._batch(split, rows, length)
-        targets = self.answers[self._right(self.splits[split].labels[rows])]
+    def _padded(self, texts: Encoded, rows: Tensor, length: int | None = None) -> Batch:
+        tokens, mask, *_ = super()._padded(texts, rows, length)
+        targets = self.answers[self._right(texts.labels[rows])]
         longest = int((targets != NOTHING).sum(1).max())
         return tokens, mask, sent(targets[:, :longest], self.device)
 

@@ -15,7 +15,7 @@ from unittest.mock import MagicMock, call
 
 import pytest
 import torch
-from encoders import save_encoder
+from encoders import BERT, save_encoder
 from errors import one_line
 from glue_files import FILES, write
 from runs import config, cut_off, resumed
@@ -23,6 +23,7 @@ from runs import config, cut_off, resumed
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
 from nmrun.lab.config.identity import run_folder
+from nmrun.lab.models import hugging_face
 from nmrun.lab.tasks.text import labelled
 from nmrun.lab.train import runner
 
@@ -75,6 +76,8 @@ MISTAKES = {
     "torn row": ("rte", None, ["0\tA.\tB.\tentailment", "1\tC."], r"RTE/train.tsv: label is ''"),
     "longer row": ("rte", None, ["0\tA.\tB.\tentailment", "1\tA.\tB.\tentailment\t1"], r"RTE/train.tsv: .*Expected 4 fields in line 3, saw 5"),
     "label": ("rte", None, ["0\tA.\tB.\tyes"], r"RTE/train.tsv: label is 'yes', where it takes entailment or not_entailment"),
+    "longer rows": ("sst2", None, ["good\t1\textra", "bad\t0\textra"], r"SST-2/train.tsv: its rows have more columns than its header"),
+    "longer rows without a header": ("cola", None, ["s\t1\t\tA.\tx"], r"CoLA/train.tsv: its rows have more columns"),
     "score": ("stsb", None, ["0\tn\tf\t2\t1\tn\tn\tA.\tB.\tx"], r"STS-B/train.tsv: could not convert"),
 }  # fmt: skip
 
@@ -257,6 +260,20 @@ def test_what_does_not_fit(broken, words, message, encoder, tmp_path):
         path.write_text(json.dumps(json.loads(path.read_text()) | broken))
     with one_line(ConfigError, message):
         build(tmp_path, encoder, *words)
+
+
+def test_positions_of_roberta_begin_after_that_of_padding(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    options = {key: value for key, value in BERT.items() if key != "model_type"}
+    options |= {"max_position_embeddings": 20, "pad_token_id": 1}
+    transformers.RobertaModel(transformers.RobertaConfig(**options)).save_pretrained(tmp_path)
+    model = hugging_face.encoder(17, 18, 2, str(tmp_path), "cls", 0.0)
+    tokens = torch.full((1, 19), 5)
+    model(tokens[:, :18], tokens[:, :18] > 0, tokens[:, :18] * 0)
+    with pytest.raises(IndexError):  # of torch
+        model(tokens, tokens > 0, tokens * 0)
+    with one_line(ConfigError, r"dataset.max_length=19: .* takes at most 18 tokens"):
+        hugging_face.encoder(17, 19, 2, str(tmp_path), "cls", 0.0)
 
 
 def test_without_transformers(encoder, tmp_path, monkeypatch):

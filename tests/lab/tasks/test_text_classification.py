@@ -10,15 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from encoders import save_tokenizer
+from errors import one_line
 from runs import config, cut_off, resumed
 from torch import Tensor, nn
 
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab.config.identity import run_folder
-from nmrun.lab.models.texts import TextEncoderNetwork
+from nmrun.lab.models.texts import TextEncoderNetwork, gpt_classifier
 from nmrun.lab.tasks.text import labelled
-from nmrun.lab.tasks.text.classification import TextClassification, Words, scores
+from nmrun.lab.tasks.text.classification import (
+    PretrainedTokenizer,
+    TextClassification,
+    Words,
+    scores,
+)
 from nmrun.lab.train import runner
 
 TEXTS = [
@@ -97,6 +104,32 @@ def test_long_pairs_lose_the_end_of_the_longer_text():
     assert tokens[:8].tolist() == [1, *map(number, "abc"), 2, *map(number, "hi"), 2]
     assert tokens[8:].tolist() == [1, number("a"), 2, *map(number, "hijk"), 2]
     assert segments.tolist() == [0] * 5 + [1] * 3 + [0] * 3 + [1] * 5
+
+
+@pytest.mark.parametrize("pair", [(), ("",)])
+def test_a_text_without_tokens_has_an_answer_of_its_own(pair, tmp_path):
+    """With a tokenizer that adds none, as GPT-2's; the answer is the same beside longer texts."""
+    tokenizer = PretrainedTokenizer(str(save_tokenizer(tmp_path, eos_token="<end>")), 16)
+    texts = [("", *pair), ("film", *pair), ("a", *pair)]
+    classification = TextClassification(
+        dict.fromkeys(("train", "val"), (texts, [0, 1, 1])), tokenizer, 2, ("accuracy",), 2, 0
+    )
+    torch.manual_seed(0)
+    gpt = gpt_classifier(
+        **classification.inputs, context=16, embeddings=None, layers=1, heads=2, width=8
+    )
+    for model in (gpt.eval(), tiny(classification).eval()):
+        alone = classification.scores(model, classification.batch_of(texts[0]))
+        together = classification.scores(model, classification.batch_of(*texts))
+        assert alone.isfinite().all()
+        torch.testing.assert_close(together[:1], alone)
+        assert math.isfinite(classification.evaluate(model, "val")["loss"])
+
+
+def test_a_tokenizer_that_cannot_pad_is_refused(tmp_path):
+    folder = save_tokenizer(tmp_path)
+    with one_line(ConfigError, rf"dataset.tokenizer .*={folder}: it takes .* one that ends a text"):
+        PretrainedTokenizer(str(folder), 16)
 
 
 def test_a_batch_is_padded_to_its_longest_text():

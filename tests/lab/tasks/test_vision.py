@@ -183,6 +183,9 @@ def test_what_is_wrong_with_a_folder(tmp_path, monkeypatch):
     shutil.move(place / "val" / "bee", tmp_path / "bee")
     assert "train and val have not the same classes, for instance bee" in complaint()
     shutil.move(tmp_path / "bee", place / "val" / "bee")
+    (place / "train").rename(place / "training")
+    assert "some: there is val and no train: name the folder" in complaint()
+    (place / "training").rename(place / "train")
     damaged = place / "val" / "cat" / "01.png"
     whole = damaged.read_bytes()
     damaged.write_bytes(whole[: len(whole) // 2])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nmrun.errors import refused
+from nmrun.errors import ConfigError, refused
 from nmrun.lab.keys.datasets import Encoding
 from nmrun.lab.tasks.base import (
     Batch,
@@ -305,6 +305,11 @@ class PretrainedTokenizer:
         self.tokenizer = fetch("AutoTokenizer", key, source)
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
+        if self.tokenizer.pad_token_id is None:
+            raise ConfigError(
+                f"{key}={source}: it takes a tokenizer with a token that pads or one that ends a text, "
+                "and this one has neither"
+            )
         check_length("dataset.max_length", max_length, source, self.tokenizer.model_max_length)
         self.vocabulary, self.padding = len(self.tokenizer), self.tokenizer.pad_token_id
         self.max_length = max_length
@@ -318,7 +323,10 @@ class PretrainedTokenizer:
             return_token_type_ids=True,
             return_attention_mask=False,
         )
-        return _flat(encoded["input_ids"], encoded["token_type_ids"])
+        # a text without tokens has one of padding, so that a network has something to see
+        tokens = [some or [self.padding] for some in encoded["input_ids"]]
+        segments = [some or [0] for some in encoded["token_type_ids"]]
+        return _flat(tokens, segments)
 
 
 Tokenizer = Words | PretrainedTokenizer

@@ -129,11 +129,13 @@ def read_tsv(path: Path, spec: Spec) -> Rows:
             quoting=csv.QUOTE_NONE,
             header=None if spec.header else 0,
             names=spec.header or None,
-            index_col=False,
             dtype=str,
             na_filter=False,
             on_bad_lines="skip" if spec.folder == "QQP" else "error",
         )
+        # pandas takes the first columns for the rows' names where rows are longer than the header
+        if not isinstance(table.index, pd.RangeIndex):
+            raise ValueError("its rows have more columns than its header")
         if spec.folder == "QQP":
             # some rows of the official file are torn in two, and left out by everyone
             table = table[table[spec.label] != ""]

@@ -277,12 +277,18 @@ def listing(
     """The names of a folder's classes, and paths and class numbers of the images of each of the
     ``parts`` that is there.
 
-    Raises ConfigError for a folder without classes, and for splits with different ones.
+    Raises ConfigError for a folder without classes, for splits without ``train``, and for splits
+    with different classes.
     """
     from torchvision.datasets import ImageFolder
 
     folders = {part: place / part for part in parts if (place / part).is_dir()}
     if "train" not in folders:
+        if folders:
+            raise ConfigError(
+                f"{place}: there is {' and '.join(folders)} and no train: name the folder of training "
+                f"images train, or, if {next(iter(folders))} is a class, put the classes into a folder train"
+            )
         folders = {"train": place}
     classes: list[str] = []
     listed: dict[str, list[tuple[str, int]]] = {}
