@@ -10,7 +10,7 @@ import pytest
 import torch
 from errors import one_line
 from torch import Tensor, nn
-from training import SPARSE, TOTAL, attach, batch, bits, net, start, stored, train
+from training import SPARSE, TOTAL, attach, batch, bits, everything, net, start, stored, train
 
 import nmrun
 from nmrun.errors import ConfigError
@@ -304,6 +304,26 @@ def test_a_recipe_that_has_trained_begins_anew(recipe):
     train(*fresh[:2], range(TOTAL))
     assert bits(model.state_dict()) == bits(fresh[0].state_dict())
     assert handle.recipe.step == TOTAL
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        *((name, {}) for name in SPARSE),
+        ("slope", {"mask": "random"}),
+        ("asp", {"permute": True, "prune_at": 0.0}),
+    ],
+)
+def test_the_default_device_changes_nothing(recipe, options):
+    """It may be another than the model's, and than the one where random numbers are drawn."""
+    expected = start(recipe, **options)
+    model = net()
+    optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02, fused=False)
+    with torch.device("meta"):
+        handle = attach(model, optimizer, recipe, **options)
+    train(model, optimizer, range(TOTAL))
+    train(*expected[:2], range(TOTAL))
+    assert everything(model, optimizer, handle) == everything(*expected)
 
 
 @pytest.mark.parametrize("option", ["include", "exclude", "overrides", "dims"])

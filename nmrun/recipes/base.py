@@ -316,7 +316,7 @@ def drawn_seed() -> int:
     """A seed below 2**31 from torch's generator, which stays where it is; replicas all get rank
     0's."""
     with torch.random.fork_rng(devices=[]):
-        seeds = [int(torch.randint(2**31, ()))]
+        seeds = [int(torch.randint(2**31, (), device="cpu"))]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(seeds, src=0)
     return seeds[0]

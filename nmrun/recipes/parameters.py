@@ -193,7 +193,7 @@ MOST_CANDIDATES = 256
 
 @cache
 def _rows(pattern: Pattern) -> Tensor:
-    rows = torch.zeros(math.comb(pattern.m, pattern.n), pattern.m)
+    rows = torch.zeros(math.comb(pattern.m, pattern.n), pattern.m, device="cpu")
     for row, members in zip(rows, itertools.combinations(range(pattern.m), pattern.n), strict=True):
         row[list(members)] = 1.0
     return rows

@@ -38,7 +38,7 @@ def block_patterns(n: int, m: int) -> Tensor:
         for b in itertools.product(rows, repeat=m)
         if all(sum(column) == n for column in zip(*b, strict=True))
     ]
-    return torch.tensor(blocks, dtype=torch.float64)
+    return torch.tensor(blocks, dtype=torch.float64, device="cpu")
 
 
 @torch.no_grad()
