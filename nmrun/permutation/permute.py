@@ -15,18 +15,9 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from nmrun.patterns import Pattern
-from nmrun.permutation.channels import ChannelDim, Channels, input_channels
+from nmrun.permutation.channels import ChannelDim, Channels
 from nmrun.sparsity.masks import nm_mask
 from nmrun.sparsity.weight import SparseWeight
-
-
-def find_channels(model: nn.Module) -> tuple[dict[str, Channels], str]:
-    """The channels by module name, as of :func:`input_channels`. None of a model that cannot be
-    traced, and why."""
-    try:
-        return input_channels(model), ""
-    except ValueError as error:
-        return {}, str(error)
 
 
 @torch.no_grad()
@@ -40,7 +31,7 @@ def permute_inputs(
     sentences for a log. All tensors with these channels are reordered in place: parameters,
     gradients, buffers and the optimizer's state. The network computes the same function, up to
     rounding, and its next update is the same one, reordered. ``by_module``:
-    of :func:`find_channels`. ``reordered`` gets (name, dim, index) for every tensor that became
+    of :func:`input_channels`. ``reordered`` gets (name, dim, index) for every tensor that became
     ``tensor.index_select(dim, index)``."""
     moved: list[str] = []
     by_reason: dict[str, list[str]] = {}  # names by reason
