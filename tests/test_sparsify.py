@@ -59,6 +59,8 @@ FAILURES: dict[str, dict[str, Any]] = {
     },
     "t_i=0.6 must be below t_f=0.5": {"recipe": "lbc", "t_i": 0.6, "t_f": 0.5},
     "decay=-1.0: it takes": {"decay": -1.0},
+    "pad=no: it takes true or false": {"pad": "no"},
+    "fp8=no: it takes true or false": {"fp8": "no"},
     "fp8 can change nothing at conv.weight": {"recipe": "sqft", "mvue": "2:4", "include": "conv"},
 }  # fmt: skip
 
