@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 
 from nmrun.errors import ConfigError
-from nmrun.optim.adam import Adam
+from nmrun.optim.adam import Adam, check_freezable
 from nmrun.patterns import Pattern
 from nmrun.ranges import FLAG, SWITCH, among, number, one_of
 from nmrun.recipes.base import Recipe
@@ -86,6 +86,8 @@ class STEP(Recipe):
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         adam = freezable(optimizer)
         groups = adam.groups_of([w.parameter for w in weights])
+        if self.second_moment == "frozen":
+            check_freezable(groups)
         differ = len({(g["betas"][1], g["eps"]) for g in groups}) > 1
         if differ and self.switching.automatic:
             raise ConfigError(
