@@ -136,6 +136,9 @@ class Recipe:
     ) -> None:
         """Look at ``weight.grad`` just before the update, before the rule edits it."""
 
+    def clean(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take from the optimizer what :meth:`before_step` gave it for a step that has failed since."""
+
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         """Called after each step, when ``self.step`` counts it, and before the projection: the place to
         change phase."""

@@ -107,19 +107,19 @@ class STEP(Recipe):
     ) -> None:
         if self.dense_forward and self.switching.automatic:
             self.switching.observe(weights, freezable(optimizer))
-        self._give_rates_back(optimizer)  # where the last step failed half-way
+        self.clean(optimizer)  # where the last step failed half-way
         if not self.dense_forward and self.lr_factor != 1:
             self._rates = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * self.lr_factor
 
-    def _give_rates_back(self, optimizer: torch.optim.Optimizer) -> None:
+    def clean(self, optimizer: torch.optim.Optimizer) -> None:
         for group, rate in zip(optimizer.param_groups, self._rates, strict=False):
             group["lr"] = rate
         self._rates = []
 
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-        self._give_rates_back(optimizer)
+        self.clean(optimizer)
         if not self.dense_forward or not (by := self.switching.fires(self.step)):
             return
         adam, params = freezable(optimizer), [w.parameter for w in weights]

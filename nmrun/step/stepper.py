@@ -370,6 +370,7 @@ class Stepper:
             weight.pop_state(self.optimizer)
             layer.uninstall(weight)
             LIVE.pop(id(weight.parameter), None)
+        self.recipe.clean(self.optimizer)
         self.recipe.detach(self.optimizer)
         for hook in self._hooks:
             hook.remove()
