@@ -203,3 +203,10 @@ def test_features_that_m_does_not_divide(model):
     nmrun.sparse_activations(model, "2:5")
     with pytest.raises(ConfigError, match="2:5 activations: 1 has 16 features, which 5 does not"):
         model(torch.randn(3, 8))
+
+
+def test_an_output_that_is_no_tensor():
+    layer = nn.MultiheadAttention(8, 2)
+    nmrun.sparse_activations(nn.ModuleDict({"attention": layer}), "2:4", include="attention")
+    with one_line(ConfigError, "attention gives a tuple, and not a tensor"):
+        layer(*[torch.randn(3, 2, 8)] * 3)

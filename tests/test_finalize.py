@@ -19,6 +19,7 @@ from training import (
     TOTAL,
     Start,
     attach,
+    batch,
     bits,
     by_sgd,
     everything,
@@ -328,6 +329,28 @@ def test_a_list_may_have_the_trained_parameters_alone():
         shadows = [p.detach().clone() for p in model.parameters() if p.requires_grad]
     handle.finalize(shadows)
     assert [bool((p == 0).any()) for p in shadows] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp", "s_ste"])
+def test_an_average_in_shards_gets_what_a_whole_one_gets(recipe):
+    def ends(shards: bool) -> list[torch.Tensor]:
+        model, average = net(0), net(1)
+        for each in (model, average) if shards else ():
+            fully_shard(each)
+        optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02)
+        handle = attach(model, optimizer, recipe)
+        train(model, optimizer, range(TOTAL))
+        with torch.no_grad():  # after it FSDP keeps what it has gathered
+            with handle.projected(average):
+                inside = average(batch(0))
+            after = average(batch(0))
+        handle.finalize(average)
+        values = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in average.parameters()]
+        nmrun.sparsity.check_nm(values[2], "2:4")
+        return [inside, after, *values]
+
+    with one_rank.group():
+        assert bits(ends(True)) == bits(ends(False))
 
 
 def test_what_is_no_average_is_told():

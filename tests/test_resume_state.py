@@ -235,6 +235,21 @@ def test_a_state_that_is_loaded_while_dense_weights_are_shown_is_the_state(recip
     assert everything(*other) == expected
 
 
+@pytest.mark.parametrize("order", ["smo", "som", "oms"])
+def test_a_model_that_was_saved_as_it_is_evaluated_keeps_its_frozen_weights(order):
+    model, optimizer, handle = start("maskllm", dense=0.0)
+    train(model, optimizer, range(4))
+    dense = [weight.dense.clone() for weight in handle.sparse]
+    with handle.evaluation_weights():
+        states = stored(model, optimizer)
+    other = resumed("maskllm", states, order, dense=0.0)
+    train(*other[:2], range(4, 6))
+    with other[2].evaluation_weights():
+        train(*other[:2], range(6, TOTAL))
+    assert all(torch.equal(w.dense, d) for w, d in zip(other[2].sparse, dense, strict=True))
+    other[2].finalize()
+
+
 @pytest.mark.parametrize("recipe", SCORED)
 def test_a_state_that_is_saved_after_a_failed_step_has_the_groups_of_the_optimizer(
     recipe, monkeypatch

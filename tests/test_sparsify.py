@@ -10,7 +10,7 @@ import pytest
 import torch
 from errors import one_line
 from torch import Tensor, nn
-from training import SPARSE, TOTAL, attach, batch, bits, net, start, stored, train
+from training import SPARSE, TOTAL, attach, batch, bits, everything, net, start, stored, train
 
 import nmrun
 from nmrun.errors import ConfigError
@@ -59,6 +59,8 @@ FAILURES: dict[str, dict[str, Any]] = {
     },
     "t_i=0.6 must be below t_f=0.5": {"recipe": "lbc", "t_i": 0.6, "t_f": 0.5},
     "decay=-1.0: it takes": {"decay": -1.0},
+    "pad=no: it takes true or false": {"pad": "no"},
+    "fp8=no: it takes true or false": {"fp8": "no"},
     "fp8 can change nothing at conv.weight": {"recipe": "sqft", "mvue": "2:4", "include": "conv"},
 }  # fmt: skip
 
@@ -304,6 +306,26 @@ def test_a_recipe_that_has_trained_begins_anew(recipe):
     train(*fresh[:2], range(TOTAL))
     assert bits(model.state_dict()) == bits(fresh[0].state_dict())
     assert handle.recipe.step == TOTAL
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        *((name, {}) for name in SPARSE),
+        ("slope", {"mask": "random"}),
+        ("asp", {"permute": True, "prune_at": 0.0}),
+    ],
+)
+def test_the_default_device_changes_nothing(recipe, options):
+    """It may be another than the model's, and than the one where random numbers are drawn."""
+    expected = start(recipe, **options)
+    model = net()
+    optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02, fused=False)
+    with torch.device("meta"):
+        handle = attach(model, optimizer, recipe, **options)
+    train(model, optimizer, range(TOTAL))
+    train(*expected[:2], range(TOTAL))
+    assert everything(model, optimizer, handle) == everything(*expected)
 
 
 @pytest.mark.parametrize("option", ["include", "exclude", "overrides", "dims"])

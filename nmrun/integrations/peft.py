@@ -46,8 +46,8 @@ def merge(model: PeftModel, pattern: str | Pattern = "2:4", **options: Any) -> n
                 f"{name} has its adapter merged already: call unmerge_adapter() first"
             )
         for each in candidates(layer.get_base_layer()):
-            weight, fits = each.parameter, each.shape[each.dim] % pattern.m == 0
-            if fits and holds(*grouped(weight, pattern, each.dim)):
+            weight = each.parameter
+            if holds(*grouped(weight, pattern, each.dim, pad=True)):
                 pruned[weight] = weight == 0
     if not pruned:
         raise ConfigError(

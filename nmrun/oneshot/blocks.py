@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nmrun.errors import ConfigError, first_line
 from nmrun.oneshot.inputs import LayerMatrix
 
 Pass = Callable[[], None]  # lets all calibration batches through
@@ -76,7 +77,10 @@ def _call_order(layers: Sequence[LayerMatrix], run: Pass) -> list[LayerMatrix]:
 
             for module in layer.modules:
                 hooks.callback(module.register_forward_pre_hook(note).remove)
-        run()
+        try:
+            run()
+        except (TypeError, RuntimeError) as error:
+            raise ConfigError(f"the model does not take this batch: {first_line(error)}") from error
     return [*order.values(), *(layer for layer in layers if layer.name not in order)]
 
 

@@ -292,6 +292,8 @@ def permute(
             reorder(site, order)
         for layer in layers:
             gram = grams[layer.name]
-            runs = torch.arange(len(gram)).view(-1, free.size)  # a convolution's kernel positions
+            runs = torch.arange(len(gram), device="cpu").view(
+                -1, free.size
+            )  # a convolution's kernel positions
             index = runs[:, order].flatten().to(gram.device)
             grams[layer.name] = gram[index][:, index]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nmrun.errors import ConfigError
 from nmrun.kernels import cpu, projection
 from nmrun.kernels.layout import (
     Operands,
@@ -97,10 +98,7 @@ class Adam(EagerOptimizer, torch.optim.Adam):
             raise ValueError(f"eps_mode={eps_mode!r}: allowed are {', '.join(EPS_MODES)}")
         by_id = {id(p): p for p in params}
         groups = self.groups_of(by_id.values())
-        if any(group["capturable"] or group["differentiable"] for group in groups):
-            raise ValueError(
-                "a frozen second moment works with neither capturable=True nor differentiable=True"
-            )
+        check_freezable(groups)
         for group in groups:
             for p in group["params"]:
                 if id(p) not in by_id or "frozen_denominator" in self.state[p]:
@@ -239,6 +237,14 @@ class AdamW(Adam):
     ) -> None:
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=True, **kwargs
+        )
+
+
+def check_freezable(groups: Iterable[dict[str, Any]]) -> None:
+    """Raise ConfigError for a group whose second moments cannot be frozen."""
+    if any(group["capturable"] or group["differentiable"] for group in groups):
+        raise ConfigError(
+            "a frozen second moment works with neither capturable=True nor differentiable=True"
         )
 
 

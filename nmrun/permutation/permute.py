@@ -15,18 +15,9 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from nmrun.patterns import Pattern
-from nmrun.permutation.channels import ChannelDim, Channels, input_channels
+from nmrun.permutation.channels import ChannelDim, Channels
 from nmrun.sparsity.masks import nm_mask
 from nmrun.sparsity.weight import SparseWeight
-
-
-def find_channels(model: nn.Module) -> tuple[dict[str, Channels], str]:
-    """The channels by module name, as of :func:`input_channels`. None of a model that cannot be
-    traced, and why."""
-    try:
-        return input_channels(model), ""
-    except ValueError as error:
-        return {}, str(error)
 
 
 @torch.no_grad()
@@ -40,7 +31,7 @@ def permute_inputs(
     sentences for a log. All tensors with these channels are reordered in place: parameters,
     gradients, buffers and the optimizer's state. The network computes the same function, up to
     rounding, and its next update is the same one, reordered. ``by_module``:
-    of :func:`find_channels`. ``reordered`` gets (name, dim, index) for every tensor that became
+    of :func:`input_channels`. ``reordered`` gets (name, dim, index) for every tensor that became
     ``tensor.index_select(dim, index)``."""
     moved: list[str] = []
     by_reason: dict[str, list[str]] = {}  # names by reason
@@ -60,7 +51,7 @@ def permute_inputs(
         order = best_order(layers)
         total += sum(float(matrix.abs().sum(dtype=torch.float64)) for matrix, _ in layers)
         before, after = before + kept_magnitude(layers), after + kept_magnitude(layers, order)
-        if not torch.equal(order, torch.arange(channels.size)):
+        if not torch.equal(order, torch.arange(channels.size, device="cpu")):
             moved += names
             reordered += [reorder(site, order, optimizer) for site in channels.sites]
     sentences = []
@@ -129,7 +120,7 @@ def reorder(
     """Reorder channels in one of the tensors that have them, in place, with its gradient and
     optimizer state in a training. Returns name, dimension and index: the tensor is
     ``tensor.index_select(dim, index)`` now."""
-    index = (order.unsqueeze(1) * site.block + torch.arange(site.block)).flatten()
+    index = (order.unsqueeze(1) * site.block + torch.arange(site.block, device="cpu")).flatten()
     index = index.to(site.tensor.device)
     _reorder(site.tensor, site.dim, index, optimizer)
     return site.name, site.dim, index
@@ -197,7 +188,7 @@ def assigned_order(layers: Sequence[Columns]) -> Tensor:
 def _if_better(layers: Sequence[Columns], search: Callable[[Sequence[Columns]], Tensor]) -> Tensor:
     """The order that a search finds for the layers that are pruned; the present one where it keeps
     no more."""
-    present = torch.arange(layers[0][0].shape[1])
+    present = torch.arange(layers[0][0].shape[1], device="cpu")
     pruned = [(matrix, pattern) for matrix, pattern in layers if pattern.n < pattern.m]
     if not pruned or not all(bool(matrix.isfinite().all()) for matrix, _ in pruned):
         return present
@@ -226,7 +217,7 @@ class _Swaps:
         for _ in range(regressions):
             former = self.order.clone(), self.with_other.clone(), self.group.clone()
             total = self._magnitude()
-            positions = torch.randperm(self.channels, generator=generator)[
+            positions = torch.randperm(self.channels, generator=generator, device="cpu")[
                 : 2 * SWAPS_AT_ONCE
             ].tolist()
             self._swap(list(zip(positions[::2], positions[1::2], strict=False)))
@@ -314,7 +305,7 @@ def _assigned(layers: Sequence[Columns]) -> Tensor:
     while (now := kept_magnitude(layers, order)) > before * (1 + LEAST):
         before = now
         for place in range(block):
-            _assign(by_channel, order, torch.arange(place, channels, block))
+            _assign(by_channel, order, torch.arange(place, channels, block, device="cpu"))
     return order
 
 
@@ -323,7 +314,7 @@ def _deal(sums: Tensor, block: int) -> Tensor:
     cards, first = sums.argsort(descending=True, stable=True), 0
     order = torch.empty_like(cards)
     for place in range(block):
-        places = torch.arange(place, len(order), block)
+        places = torch.arange(place, len(order), block, device="cpu")
         hand = cards[first : first + len(places)]
         order[places] = hand.flip(0) if place % 2 else hand
         first += len(places)
@@ -335,14 +326,15 @@ def _assign(by_channel: Sequence[Columns], order: Tensor, places: Tensor) -> Non
     row, a group whose N-th largest score without the place is t gains max(0, c - t) by a channel
     of score c. Up to sums over c and t, which are the same for every assignment, that is half of
     |c - t|."""
-    gains = torch.zeros(len(places), len(places))
+    gains = torch.zeros(len(places), len(places), device="cpu")
     for columns, pattern in by_channel:
         m = pattern.m
-        beside = torch.arange(m - 1) + (torch.arange(m - 1) >= (places % m).unsqueeze(1))
+        members = torch.arange(m - 1, device="cpu")
+        beside = members + (members >= (places % m).unsqueeze(1))
         others = (places // m * m).unsqueeze(1) + beside
         real = (others < len(order)).unsqueeze(2).to(columns.device)  # the last group may be short
         values = columns[order[others.clamp_max(len(order) - 1)]] * real
         t = values.topk(pattern.n, 1).values[:, -1]
         gains = gains + torch.cdist(t, columns[order[places]], p=1.0).cpu()
     _, assignment = linear_sum_assignment(gains.numpy(), maximize=True)
-    order[places] = order[places[torch.as_tensor(assignment)]]
+    order[places] = order[places[torch.from_numpy(assignment)]]

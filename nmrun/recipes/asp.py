@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from nmrun.patterns import Pattern
-from nmrun.permutation.channels import Channels
-from nmrun.permutation.permute import find_channels, permute_inputs
+from nmrun.permutation.channels import Channels, input_channels
+from nmrun.permutation.permute import permute_inputs
 from nmrun.ranges import FLAG, FRACTION, between
 from nmrun.recipes.base import Recipe, keep_mask
 from nmrun.rule import Rule
@@ -66,9 +66,10 @@ class ASP(Recipe):
 
     def prepare(self, model: nn.Module) -> None:
         if self.permute:
-            self.channels, why = find_channels(model)
-            if why:
-                self.say(f"no channels will be permuted: {why}")
+            try:
+                self.channels = input_channels(model)
+            except ValueError as error:
+                self.say(f"no channels will be permuted: {error}")
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         self.after_step(weights, optimizer)  # with prune_at=0 it is time

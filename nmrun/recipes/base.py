@@ -136,6 +136,9 @@ class Recipe:
     ) -> None:
         """Look at ``weight.grad`` just before the update, before the rule edits it."""
 
+    def clean(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take from the optimizer what :meth:`before_step` gave it for a step that has failed since."""
+
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         """Called after each step, when ``self.step`` counts it, and before the projection: the place to
         change phase."""
@@ -316,7 +319,7 @@ def drawn_seed() -> int:
     """A seed below 2**31 from torch's generator, which stays where it is; replicas all get rank
     0's."""
     with torch.random.fork_rng(devices=[]):
-        seeds = [int(torch.randint(2**31, ()))]
+        seeds = [int(torch.randint(2**31, (), device="cpu"))]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(seeds, src=0)
     return seeds[0]

@@ -99,7 +99,7 @@ class BiMask(Recipe):
             order, rows, pattern = _order(weight), _rows(used != 0, weight), weight.pattern
             generator = generator_of(self.seed, place, self.step)
             permutations = [
-                torch.randperm(len(order), generator=generator).to(order.device)
+                torch.randperm(len(order), generator=generator, device="cpu").to(order.device)
                 for _ in range(self.candidates)
             ]
             groups = (rows[p].unflatten(0, (-1, pattern.m)) for p in permutations)

@@ -143,11 +143,8 @@ class MdGfLinear(Progressive):
         return max(0.0, 1.0 - j * tau)
 
     def rule(self, weight: SparseWeight) -> Rule:
-        return Rule(
-            pattern=self.now(weight.pattern),
-            pruned_weight_factor=self.factor(),
-            pruned_gradient_factor=1.0 if self.grad_mode == "ste" else self.factor(),
-        )
+        rule, scaled = super().rule(weight), self.grad_mode == "scaled"
+        return replace(rule, pruned_gradient_factor=rule.pruned_weight_factor if scaled else 1.0)
 
     def metrics(self) -> dict[str, float]:
         return {f"{self.name}/factor": self.factor()}

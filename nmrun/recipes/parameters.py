@@ -81,7 +81,7 @@ class AddedParameters(Recipe):
     def join(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the optimizer these parameters for a step, without gradients: a loop clears those of
         the model alone, and the parameters of a layer without a gradient would move on."""
-        self.detach(optimizer)  # after a step that failed
+        self.clean(optimizer)  # after a step that failed
         self.group.update(self._settings(optimizer))
         optimizer.param_groups.append(self.group)
         for (name, key), parameter in self.parameters.items():
@@ -101,9 +101,9 @@ class AddedParameters(Recipe):
             for field, tensor in moments.items():
                 self.owners[name][f"{key}/{field}"] = tensor
             self.numbers[name, key] = {k: v for k, v in state.items() if k not in moments}
-        self.detach(optimizer)
+        self.clean(optimizer)
 
-    def detach(self, optimizer: torch.optim.Optimizer) -> None:
+    def clean(self, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups
         groups[:] = [group for group in groups if group is not self.group]
         for parameter in self.parameters.values():
@@ -193,7 +193,7 @@ MOST_CANDIDATES = 256
 
 @cache
 def _rows(pattern: Pattern) -> Tensor:
-    rows = torch.zeros(math.comb(pattern.m, pattern.n), pattern.m)
+    rows = torch.zeros(math.comb(pattern.m, pattern.n), pattern.m, device="cpu")
     for row, members in zip(rows, itertools.combinations(range(pattern.m), pattern.n), strict=True):
         row[list(members)] = 1.0
     return rows

@@ -56,7 +56,7 @@ class SLoPe(Recipe):
         for place, weight in enumerate(weights):
             scores = weight.dense
             if seed is not None:
-                noise = torch.rand(weight.shape, generator=generator_of(seed, place))
+                noise = torch.rand(weight.shape, generator=generator_of(seed, place), device="cpu")
                 scores = noise.to(scores.device)
             keep_mask(weight, nm_mask(scores, weight.pattern, weight.dim))
             weight.dense.masked_fill_(~weight["mask"], 0.0)

@@ -56,7 +56,7 @@ class SQFT(AddedParameters):
         def first(weight: SparseWeight) -> dict[str, Tensor]:
             outputs, inputs = _matrix(weight, weight.dense).shape
             generator = generator_of(seed, place[weight.name])
-            down = torch.empty(self.rank, inputs).uniform_(-1, 1, generator=generator)
+            down = torch.empty(self.rank, inputs, device="cpu").uniform_(-1, 1, generator=generator)
             up = weight.dense.new_zeros(outputs, self.rank)
             return {"up": up, "down": (down * inputs**-0.5).to(up)}
 

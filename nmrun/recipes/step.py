@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 
 from nmrun.errors import ConfigError
-from nmrun.optim.adam import Adam
+from nmrun.optim.adam import Adam, check_freezable
 from nmrun.patterns import Pattern
 from nmrun.ranges import FLAG, SWITCH, among, number, one_of
 from nmrun.recipes.base import Recipe
@@ -86,6 +86,8 @@ class STEP(Recipe):
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         adam = freezable(optimizer)
         groups = adam.groups_of([w.parameter for w in weights])
+        if self.second_moment == "frozen":
+            check_freezable(groups)
         differ = len({(g["betas"][1], g["eps"]) for g in groups}) > 1
         if differ and self.switching.automatic:
             raise ConfigError(
@@ -105,19 +107,19 @@ class STEP(Recipe):
     ) -> None:
         if self.dense_forward and self.switching.automatic:
             self.switching.observe(weights, freezable(optimizer))
-        self._give_rates_back(optimizer)  # where the last step failed half-way
+        self.clean(optimizer)  # where the last step failed half-way
         if not self.dense_forward and self.lr_factor != 1:
             self._rates = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * self.lr_factor
 
-    def _give_rates_back(self, optimizer: torch.optim.Optimizer) -> None:
+    def clean(self, optimizer: torch.optim.Optimizer) -> None:
         for group, rate in zip(optimizer.param_groups, self._rates, strict=False):
             group["lr"] = rate
         self._rates = []
 
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-        self._give_rates_back(optimizer)
+        self.clean(optimizer)
         if not self.dense_forward or not (by := self.switching.fires(self.step)):
             return
         adam, params = freezable(optimizer), [w.parameter for w in weights]

@@ -30,7 +30,9 @@ class Switch:
             raise ConfigError(
                 f"step: t_min={t_min}, t_max={t_max} must be fractions of all steps with 0 <= t_min <= t_max <= 1"
             )
-        self.first, self.last = round(t_min * total_steps), round(t_max * total_steps)
+        # at the latest after the last step, so that the run ends N:M
+        self.last = min(round(t_max * total_steps), total_steps - 1)
+        self.first = min(round(t_min * total_steps), self.last)
         self.samples = 0
         self.window = torch.zeros(0, dtype=torch.float64)
         self.waits = True

@@ -179,7 +179,7 @@ def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
     return bits.flatten()[: math.prod(shape)].view(*shape)
 
 
-_SHIFTS = torch.arange(8, dtype=torch.uint8).unsqueeze(1)
+_SHIFTS = torch.arange(8, dtype=torch.uint8, device="cpu").unsqueeze(1)
 
 
 def split(values: Tensor, mask: Tensor, squares: bool = False) -> list[Tensor]:

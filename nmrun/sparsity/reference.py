@@ -106,17 +106,18 @@ def holds(groups: Tensor, pattern: Pattern, d: int) -> bool:
 
 
 def hard_threshold(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
-    return torch.where(nm_mask(weight, pattern, dim), weight.detach(), 0.0) + 0.0
+    kept = torch.where(nm_mask(weight, pattern, dim), weight.detach(), 0.0) + 0.0
+    return kept.to(weight.dtype)
 
 
 def soft_threshold(weight: Tensor, pattern: Pattern, dim: int, gamma: float = 0.0) -> Tensor:
     pattern.without_blocks("a soft threshold")
     groups, pattern, d = grouped(weight, pattern, dim)
     if pattern.n == pattern.m:
-        return weight.detach() + 0.0
+        return (weight.detach() + 0.0).to(weight.dtype)
     largest = _sizes(groups).topk(pattern.n + 1, d).values
     threshold = largest.narrow(d, pattern.n, 1).clamp_min(0.0)
     if gamma:
         threshold = torch.lerp(threshold, largest.narrow(d, pattern.n - 1, 1).clamp_min(0.0), gamma)
     shrunk = torch.copysign((groups.abs() - threshold).clamp_min(0.0), groups) + 0.0
-    return ungrouped(shrunk, weight.shape[d - 1], d)
+    return ungrouped(shrunk.to(weight.dtype), weight.shape[d - 1], d)

@@ -179,11 +179,17 @@ class Options:
         overrides: Mapping[str, str | Pattern] | None = None,
         dims: Mapping[str, int] | None = None,
     ) -> None:
+        for option, value in (("overrides", overrides), ("dims", dims)):
+            if not isinstance(value, Mapping | None):
+                raise ConfigError(
+                    f"{option}={value!r}: it takes a dictionary by regular expressions"
+                )
         self.parameters = named_parameters(model)
         named = [self._dim(text, dim) for text, dim in (dims or {}).items()]
         complete(model, self.parameters, lambda each: _first(named, each.names))
-        unwanted = _several(exclude)
-        self._include = None if include is None else self._modules("include", _several(include))
+        unwanted = _several("exclude", exclude)
+        wanted = _several("include", include)
+        self._include = None if include is None else self._modules("include", wanted)
         self._exclude = self._modules("exclude", [text for text in unwanted if text != AUTO])
         # each with its own text and its pattern, None for dense
         self._overrides: Choices[tuple[str, Pattern | None]] = []
@@ -264,9 +270,11 @@ def _ends(model: nn.Module, parameters: Sequence[Candidate]) -> dict[str, str]:
     return ends
 
 
-def _several(texts: str | Sequence[str] | None) -> list[str]:
+def _several(option: str, texts: str | Sequence[str] | None) -> list[str]:
     if texts is None:
         return []
+    if not isinstance(texts, Iterable):
+        raise ConfigError(f"{option}={texts!r}: it takes a regular expression or a list of them")
     return [texts] if isinstance(texts, str) else list(texts)
 
 

@@ -38,7 +38,7 @@ def block_patterns(n: int, m: int) -> Tensor:
         for b in itertools.product(rows, repeat=m)
         if all(sum(column) == n for column in zip(*b, strict=True))
     ]
-    return torch.tensor(blocks, dtype=torch.float64)
+    return torch.tensor(blocks, dtype=torch.float64, device="cpu")
 
 
 @torch.no_grad()
@@ -76,6 +76,7 @@ def transposable_mask(weight: Tensor, pattern: str | Pattern, pad: bool = False)
     whole = filled(weight.detach(), pattern, 1)
     rows, columns = whole.shape[0] // m, whole.shape[1] // m
     blocks = whole.abs().reshape(rows, m, columns, m).transpose(1, 2).reshape(-1, m * m).double()
+    blocks = blocks.nan_to_num(UNBOUNDED, UNBOUNDED)
     if m <= ENUMERATED_UP_TO:
         candidates = block_patterns(n, m).to(weight.device).flatten(1)
         masks = candidates[(blocks @ candidates.T).argmax(1)]
@@ -96,8 +97,7 @@ def _assignment(block: Tensor) -> Tensor:
     from scipy.optimize import linear_sum_assignment
 
     mask = torch.zeros_like(block)
-    finite = block.nan_to_num(UNBOUNDED, UNBOUNDED)
-    mask[linear_sum_assignment(finite.numpy(), maximize=True)] = 1.0
+    mask[linear_sum_assignment(block.numpy(), maximize=True)] = 1.0
     return mask
 
 

@@ -116,7 +116,12 @@ class SparseActivations:
     def __deepcopy__(self, memo: Any) -> SparseActivations:
         return self
 
-    def _output(self, name: str, module: nn.Module, inputs: Any, activations: Tensor) -> Tensor:
+    def _output(self, name: str, module: nn.Module, inputs: Any, activations: Any) -> Tensor:
+        if not isinstance(activations, Tensor):
+            raise ConfigError(
+                f"sparse_activations: {name} gives a {type(activations).__name__}, and not a tensor: "
+                "leave it out of include"
+            )
         if self.pattern is None:
             pruned = activations
         else:

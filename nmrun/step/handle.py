@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError, RunError
+from nmrun.kernels.layout import local
 from nmrun.products import layer
 from nmrun.recipes.base import Event, Recipe
 from nmrun.sparsity.check import layer_report, weights_report
@@ -44,9 +45,6 @@ class Handle:
     ) -> None:
         self.model, self.optimizer, self.recipe = model, optimizer, recipe
         self.left_dense = left_dense
-        self._fsdp_modules: list[Any] = [
-            m for m in model.modules() if hasattr(m, "reshard") and hasattr(m, "unshard")
-        ]
         self.by_onednn: list[nn.Module] = []
         self.finished: list[SparseWeight] = []
         self._abandoned = False
@@ -156,14 +154,14 @@ class Handle:
 
     @contextlib.contextmanager
     def _shown(self, show: Callable[[], None]) -> Iterator[None]:
-        self._reshard()
+        reshard(self.model)
         if not self.stepper.shows_final:  # what is written there must not become a dense weight
             self.stepper.notice_changes()
         show()
         try:
             yield
         finally:
-            self._reshard()
+            reshard(self.model)
             # a write through .data, as in many an EMA's copy_to, leaves no trace
             self.refresh()
 
@@ -186,12 +184,6 @@ class Handle:
             weight.note()
         torch.clear_autocast_cache()
         self.stepper.shows_final = True
-
-    def _reshard(self) -> None:
-        """Let FSDP's modules gather their weights anew. The outermost module keeps its gathered
-        weights after a forward pass without a backward one."""
-        for module in self._fsdp_modules:
-            module.reshard()
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -248,11 +240,11 @@ class Handle:
             ConfigError: for a ``model`` without the parameters of this one, and for this one itself.
         """
         if model is not None:
-            for parameter, projected in self._projections(model):
-                parameter.copy_(projected)
+            for part, projected in self._projections(model):
+                part.copy_(projected)
             return
         self._check_not_abandoned()
-        self._reshard()
+        reshard(self.model)
         if self.sparse:
             self.stepper.recover()
             check_finished(self.model, self.stepper)
@@ -287,7 +279,7 @@ class Handle:
     def abandon(self) -> None:
         """Take nmrun out of model and optimizer before the recipe's end. The weights become the dense
         ones, or stay what was loaded into them since the last step."""
-        self._reshard()
+        reshard(self.model)
         self.stepper.recover()
         for weight in self.sparse:
             if weight.moved():
@@ -315,23 +307,25 @@ class Handle:
         """
         with torch.no_grad():
             pairs = [
-                (parameter, parameter.detach().clone(), projection)
-                for parameter, projection in self._projections(model)
+                (part, part.clone(), projection) for part, projection in self._projections(model)
             ]
-            for parameter, _, projection in pairs:
-                parameter.copy_(projection)
+            for part, _, projection in pairs:
+                part.copy_(projection)
         torch.clear_autocast_cache()
         try:
             yield
         finally:
             with torch.no_grad():
-                for parameter, before, _ in pairs:
-                    parameter.copy_(before)
+                reshard(model)
+                for part, before, _ in pairs:
+                    part.copy_(before)
             torch.clear_autocast_cache()
 
     def _projections(self, model: Average) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each sparse weight: the parameter of an average, and the value that it is to get."""
+        """For each sparse weight: this process's part of an average's, and the value that it is to
+        get."""
         self._check_not_abandoned()
+        reshard(model)
         weights = self.sparse or self.finished
         parameters = counterparts(model, self.model, [weight.name for weight in weights])
         for weight, parameter in zip(weights, parameters, strict=True):
@@ -340,13 +334,23 @@ class Handle:
                     "this is the model that trains, and not an average of it: finalize() without an "
                     "argument ends the recipe"
                 )
-            out = torch.empty_like(parameter)
-            dense = weight.with_dense(parameter.detach().clone())
-            self.recipe.project_final(dense, out)
-            yield parameter, out + 0.0
+            part = local(parameter.detach())
+            dense = part.to(weight.weight.device, copy=True)
+            out = torch.empty_like(dense)
+            self.recipe.project_final(weight.with_dense(dense), out)
+            yield part, out + 0.0
 
 
 Average = nn.Module | Iterable[Tensor]  # a copy of the model, or its parameters in their order
+
+
+def reshard(model: Average) -> None:
+    """Let FSDP's modules gather their weights anew. The outermost module keeps its gathered weights
+    after a forward pass without a backward one."""
+    modules: Iterable[Any] = model.modules() if isinstance(model, nn.Module) else ()
+    for module in modules:
+        if hasattr(module, "reshard") and hasattr(module, "unshard"):
+            module.reshard()
 
 
 def check_finished(model: nn.Module, stepper: Stepper) -> None:

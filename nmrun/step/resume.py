@@ -18,7 +18,6 @@ from nmrun.errors import ConfigError
 from nmrun.kernels.layout import local
 from nmrun.optim.stock import EagerOptimizer
 from nmrun.recipes.base import Recipe
-from nmrun.recipes.parameters import AddedParameters
 from nmrun.sparsity.layers import plain_name
 from nmrun.sparsity.processes import added, alike
 from nmrun.sparsity.weight import LOOKED_FOR, PREFIX, SparseWeight, never_stepped
@@ -136,8 +135,7 @@ class Resume:
                     state.setdefault(key, torch.zeros(()))
 
     def _before_saving(self, _: torch.optim.Optimizer) -> None:
-        if isinstance(self.recipe, AddedParameters):
-            self.recipe.detach(self.optimizer)  # what a step that failed has left there
+        self.recipe.clean(self.optimizer)
         state = self.optimizer.state
         self._without = [w for w in self.weights if not state.get(w.parameter)]
         self.put()

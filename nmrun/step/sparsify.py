@@ -13,7 +13,7 @@ from nmrun import recipes
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.products import layer
-from nmrun.ranges import INPUT_GRADIENTS, check_values, one_of, total_steps_of
+from nmrun.ranges import FLAG, INPUT_GRADIENTS, check_values, one_of, total_steps_of
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.layers import check_module
 from nmrun.sparsity.processes import check_shards
@@ -109,7 +109,10 @@ def sparsify(
     """
     pattern, estimate = Pattern.parse(pattern), None if mvue is None else Pattern.parse(mvue)
     recipe = recipes.build(recipe, hyperparameters, inspect.signature(sparsify).parameters)
-    check_values({"input_gradient": one_of(*INPUT_GRADIENTS)}, {"input_gradient": input_gradient})
+    check_values(
+        {"input_gradient": one_of(*INPUT_GRADIENTS), "fp8": FLAG, "pad": FLAG},
+        {"input_gradient": input_gradient, "fp8": fp8, "pad": pad},
+    )
     recipe.begin(pattern, total_steps_of(total_steps))
     check_module(model, "sparsify")
     optimizer = unwrapped(optimizer)

@@ -346,16 +346,20 @@ class Stepper:
             self.warn(sentence, "outside")
 
     def differs(self, weight: SparseWeight) -> bool:
-        """Whether the parameter is not the projection of the dense weight; never where that cannot be
-        asked."""
+        """Whether the parameter is not the projection of the dense weight, nor what evaluation shows,
+        of which a loaded model may have been saved; never where that cannot be asked."""
         dense, used = weight.dense, weight.weight
         if _hidden(dense):
             return False
+        projections = [self.recipe.project]
+        if self.recipe.evaluates_final:
+            projections.append(self.recipe.project_final)
         expected = torch.empty_like(dense)
-        self.recipe.project(weight, expected)
-        return not (
-            torch.equal(expected, used) or torch.equal(expected.nan_to_num(), used.nan_to_num())
-        )
+        for project in projections:
+            project(weight, expected)
+            if torch.equal(expected, used) or torch.equal(expected.nan_to_num(), used.nan_to_num()):
+                return False
+        return True
 
     def leave(self) -> None:
         """Take hooks and tensors out of the optimizer; the parameters stay as they are. A second
@@ -366,6 +370,7 @@ class Stepper:
             weight.pop_state(self.optimizer)
             layer.uninstall(weight)
             LIVE.pop(id(weight.parameter), None)
+        self.recipe.clean(self.optimizer)
         self.recipe.detach(self.optimizer)
         for hook in self._hooks:
             hook.remove()

@@ -58,3 +58,13 @@ def test_a_merge_into_a_dense_model_or_a_second_one_is_refused():
     model.merge_adapter()
     with one_line(ConfigError, r"has its adapter merged already: call unmerge_adapter\(\) first"):
         ours.merge(model)
+
+
+def test_a_merge_keeps_the_zeros_of_a_short_last_group():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 22), torch.nn.Linear(22, 16))
+    nmrun.prune(model, [torch.randn(64, 8)], "magnitude", "2:4", pad=True, exclude=None)
+    zeros = [layer.weight == 0 for layer in model]
+    options = {"target_modules": ["0", "1"], "init_lora_weights": False}
+    merged = ours.merge(peft.get_peft_model(model, peft.LoraConfig(r=2, **options)), "2:4")
+    for layer, expected in zip(merged, zeros, strict=True):
+        assert torch.equal(layer.weight == 0, expected)

@@ -473,6 +473,8 @@ def test_asp_keeps_the_mask_of_the_pruned_weights():
         ({"pattern": "7:2:8"}, "no weight of this model can be pruned to 7:2:8 (wte.weight [17, 16] and 1 more: an embedding; "),
         ({"pattern": "4:2:8", "method": "ria", "permute": True}, "ria: permute=true is for N:M patterns, not for 4:2:8"),
         ({"include": "nothing"}, "include: 'nothing' matches no layer's whole name"),
+        ({"batches": [(tokens()[0], torch.zeros(4))]}, "the model does not take this batch: "),
+        ({"batches": [torch.randn(2, 5)]}, "the model does not take this batch: "),
     ],
 )  # fmt: skip
 def test_mistakes_get_a_line_and_change_nothing(change, line):

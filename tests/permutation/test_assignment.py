@@ -19,6 +19,14 @@ def scores(rows: int, channels: int, seed: int = 0) -> Tensor:
     return torch.rand(rows, channels, generator=generator, dtype=torch.float64)
 
 
+@pytest.mark.parametrize("find", [assigned_order, best_order])
+def test_the_default_device_changes_no_order(find):
+    layers = [(scores(5, 14), Pattern.parse("2:4").over(14))]
+    with torch.device("meta"):
+        order = find(layers)
+    assert torch.equal(order, find(layers))
+
+
 @pytest.mark.parametrize(
     ("parts", "channels"),
     [

@@ -82,8 +82,11 @@ def test_a_fixed_switch_point():
         assert run(gradients(rms), 0.25) == (50, "fixed")
 
 
-def test_t_max_of_one_never_switches():
-    assert run(gradients(lambda t: 1.0), "auto", t_max=1.0) == (0, "")
+@pytest.mark.parametrize("t_min", [0.1, 1.0])
+def test_a_run_whose_t_max_is_its_end_ends_sparse(t_min):
+    for t_max in (1.0, 0.999):
+        rates = {"t_min": min(t_min, t_max), "t_max": t_max}
+        assert run(gradients(lambda t: 1.0), "auto", **rates) == (TOTAL, "t_max")
 
 
 def test_what_is_logged():

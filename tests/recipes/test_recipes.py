@@ -199,6 +199,15 @@ def test_step_names_the_optimizer_it_needs(optimizer, instead):
     nmrun.sparsify(model, nmrun.optim.Adam(model.parameters()), "step", "2:4", 10, exclude=None)
 
 
+@pytest.mark.parametrize("option", ["capturable", "differentiable"])
+def test_step_says_at_once_that_it_cannot_freeze(option):
+    model = Net()
+    optimizer = nmrun.optim.Adam(model.parameters(), **{option: True})
+    with one_line(ValueError, "neither capturable=True nor differentiable=True"):
+        nmrun.sparsify(model, optimizer, "step", "2:4", 10, exclude=None)
+    nmrun.sparsify(model, optimizer, "step", "2:4", 10, exclude=None, second_moment="live")
+
+
 @pytest.mark.parametrize(
     ("recipe", "hyperparameters", "message"),
     [

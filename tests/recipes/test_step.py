@@ -35,21 +35,27 @@ def test_phase_two_has_a_learning_rate_of_its_own():
     assert not torch.equal(trained(FACTOR), trained(1.0))
 
 
-def test_the_learning_rate_is_the_user_s_again_after_a_step_that_failed():
+@pytest.mark.parametrize("saves", [False, True])
+def test_the_learning_rate_is_the_user_s_again_after_a_step_that_failed(saves):
     model = nn.Linear(16, 4)
     optimizer = nmrun.optim.AdamW(model.parameters(), lr=1e-2)
-    nmrun.sparsify(
-        model, optimizer, recipe="step", pattern="2:4", total_steps=4, exclude=(), switch=0.25,
+    handle = nmrun.sparsify(
+        model, optimizer, recipe="step", pattern="2:4", total_steps=5, exclude=(), switch=0.2,
         lr_factor=FACTOR,
     )  # fmt: skip
     betas = optimizer.param_groups[0]["betas"]
-    for fails in (False, False, True, False):
+    for fails in (False, False, True, False, True):
         optimizer.zero_grad()
         model(torch.randn(8, 16)).square().mean().backward()
         optimizer.param_groups[0]["betas"] = None if fails else betas
         if fails:
             with pytest.raises(TypeError):
                 optimizer.step()
+            optimizer.param_groups[0]["betas"] = betas
+            if saves:
+                assert optimizer.state_dict()["param_groups"][0]["lr"] == 1e-2
         else:
             optimizer.step()
             assert optimizer.param_groups[0]["lr"] == 1e-2
+    handle.abandon()
+    assert optimizer.param_groups[0]["lr"] == 1e-2

@@ -82,6 +82,14 @@ def test_nan_is_kept_on_top_of_the_n(n, indices):
     assert nm_mask(torch.full((1, 4), math.nan), "1:4").all()
 
 
+def test_whole_numbers_stay_so():
+    weight = torch.tensor([[3, -1, 2, 0, 5, 6, -8, -7]])
+    assert hard_threshold(weight, "2:4").tolist() == [[3, 0, 2, 0, 0, 0, -8, -7]]
+    assert soft_threshold(weight, "2:4").tolist() == [[2, 0, 1, 0, 0, 0, -2, -1]]
+    results = [f(weight, p) for f in (hard_threshold, soft_threshold) for p in ("2:4", "4:4")]
+    assert {result.dtype for result in results} == {weight.dtype}
+
+
 def test_nan_takes_no_place_from_a_zero():
     weight = torch.tensor([[math.nan, 0.0, 0.0, 1.0], [0.0, math.nan, math.nan, 0.0]])
     expected = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1]], dtype=torch.bool)
