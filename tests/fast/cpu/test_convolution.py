@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from bf16_emulated import HAS_INSTRUCTION
 from convolutions import GEOMETRIES, batch, net, train
-from operands import normal, under_autocast
+from operands import DEFAULTS, by_default, normal, under_autocast
 from torch import Tensor, nn
 
 from nmrun import accelerate, optim, sparsify
@@ -193,6 +193,14 @@ def test_all_gradients_are_those_of_float64(precision: Precision) -> None:
             expected[0] = torch.nn.grad.conv2d_input(x.shape, back.double(), dz.double(), *moves)
         for a, b in zip(gradients, expected, strict=True):
             assert torch.allclose(a.double(), b, rtol=precision.close, atol=precision.close)
+
+
+@pytest.mark.parametrize("other", DEFAULTS, ids=str)
+def test_they_do_not_depend_on_what_torch_takes_by_default(
+    precision: Precision, other: torch.dtype | torch.device
+) -> None:
+    with by_default(other):
+        test_all_gradients_are_those_of_float64(precision)
 
 
 @pytest.mark.slow

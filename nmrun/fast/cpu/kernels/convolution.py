@@ -108,7 +108,7 @@ def _run(
     x = x.contiguous(memory_format=torch.channels_last)
     # no view, which autograd would let nobody write in place
     size = (images, weight.rows, height, width)
-    out = torch.empty(size, dtype=x.dtype, memory_format=torch.channels_last)
+    out = torch.empty(size, dtype=x.dtype, device="cpu", memory_format=torch.channels_last)
     bias = None if bias is None else bias.float().contiguous()
     sizes = (in_height, in_width, columns, height, width, weight.rows)
     geometry = _Geometry(*sizes, (ctypes.c_int64 * 8)(*window.numbers), backward)
@@ -145,5 +145,5 @@ def _workspace(floats: int) -> Tensor:
     """Memory of this thread that stays: fresh one costs a page fault every 4 KB."""
     memory: Tensor | None = getattr(_storage, "memory", None)
     if memory is None or len(memory) < floats:
-        memory = _storage.memory = torch.empty(floats)
+        memory = _storage.memory = torch.empty(floats, dtype=torch.float32, device="cpu")
     return memory
