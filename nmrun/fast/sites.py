@@ -304,7 +304,11 @@ def watch(model: nn.Module, by_module: Mapping[nn.Module, list[Site]], sample: A
         query, key_value, out = by_module[module]
         query.note(inputs["query"])
         key_value.note(inputs["key"])
-        out.note(inputs["query"])
+        if out.given:  # it is given as many tokens as the queries are
+            out.note(inputs["query"])
+        else:
+            inside = PackedAttention(module, _copied(query), _copied(key_value), nn.Identity())
+            out.note(inside(*args, **kwargs)[0])
 
     hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in by_module]
     watched(hooks, partial(compute, model, sample))
