@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from operands import DEFAULTS, by_default, normal, under_autocast
 from perceptrons import batch, mlp, resumes, start, train
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from nmrun import accelerate, optim, sparsify
 from nmrun.errors import ConfigError
@@ -321,12 +322,19 @@ def test_a_model_that_is_cast_afterwards() -> None:
         optimizer.zero_grad()
 
 
-def test_torch_func_follows_as_through_a_plain_model() -> None:
+def test_torch_follows_as_through_a_plain_model() -> None:
     """Packed products have no rules of its transforms; a tangent would be lost without a word."""
     model, _, _ = packing("ste")
     plain, (x, _) = mlp(), batch(0)
     plain.load_state_dict(model.state_dict())
+
+    def tangent(net: nn.Module) -> Tensor:
+        with forward_ad.dual_level():
+            z = net(forward_ad.make_dual(x, x.sin()))
+            return forward_ad.unpack_dual(z).tangent
+
     for follow in (
+        tangent,
         lambda net: torch.func.jvp(net, (x,), (x.sin(),))[1],
         lambda net: torch.func.grad(lambda x: net(x).square().sum())(x),
         lambda net: torch.vmap(net)(x),
