@@ -39,6 +39,7 @@ KERNELS = CFunctions(
         "nm_sampled": "p" * 4 + "n" * 5 + "ip",
         "nm_convolution": "p" * 7 + "n" * 4,
         "nm_images": "",
+        "nm_lanes": "n",
         "nm_turn": "pp" + "n" * 4 + "p",
         "nm_count": "p" + "n" * 5 + "p",
         "nm_fill": "p" + "n" * 5 + "ppp",
