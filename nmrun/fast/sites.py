@@ -268,7 +268,10 @@ def sites(model: nn.Module) -> tuple[dict[nn.Module, list[Site]], dict[str, str]
                 else:
                     by_module.setdefault(module, []).append(site)
         if not layer_weights and not is_embedding(module):
-            for attribute, parameter in module._parameters.items():
+            parameters = dict(module._parameters)
+            if isinstance(module, nn.MultiheadAttention):
+                parameters[OUT] = module.out_proj.weight
+            for attribute, parameter in parameters.items():
                 if parameter is not None and parameter.dim() > 1:
                     reasons[f"{path}.{attribute}".lstrip(".")] = (
                         "it has hooks or a forward of its own"
