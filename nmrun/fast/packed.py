@@ -218,6 +218,8 @@ def positions(places: Tensor, count: int, pattern: Pattern) -> Tensor:
     """Where the values of each of ``count`` groups stand in it, (count, N), increasing in a group. Raises
     ValueError for positions that no :func:`pack` writes."""
     width = pattern.m if _by_mask(pattern) else pattern.n * _width(pattern)
+    if places.shape != (-(-count * width // 8),):
+        raise ValueError(f"places of {list(places.shape)} for {count} groups of {pattern}")
     bits = np.unpackbits(places.numpy(), count=count * width, bitorder="little")
     if _by_mask(pattern):
         mask = torch.from_numpy(bits.reshape(count, pattern.m))
@@ -228,6 +230,8 @@ def positions(places: Tensor, count: int, pattern: Pattern) -> Tensor:
     indices = (torch.from_numpy(bits).view(count, pattern.n, _width(pattern)) * weights).sum(-1)
     if count and int(indices.max()) >= pattern.m:
         raise ValueError(f"a position of {int(indices.max())} in groups of {pattern.m}")
+    if bool((indices.diff(dim=1) <= 0).any()):
+        raise ValueError("positions of a group that do not increase")
     return indices
 
 
