@@ -486,6 +486,7 @@ def test_layers_are_timed_on_the_gpu_that_they_are_on(monkeypatch: pytest.Monkey
         return 1.0
 
     semi_structured = deploying.semi_structured
+    monkeypatch.setitem(semi_structured.PATHS, "masked", played_gpu.MASKED)
     monkeypatch.setattr(semi_structured, "milliseconds", timed)
     monkeypatch.setattr(semi_structured, "fastest", lambda *about: ("masked", timed()))
     deploying.milliseconds({"dense": [lambda: None]}, second)
