@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,8 @@ from nmrun.sparsity import nm_mask
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=dtype, device="cpu")
 
 
 def normal_bf16(*shape: int, seed: int = 0) -> Tensor:
@@ -34,6 +36,24 @@ def cases(
         (patterns[(3 * i + k) % len(patterns)], *s) for i, s in enumerate(shapes) for k in range(3)
     ]
     return list(dict.fromkeys([*((pattern, *of_all) for pattern in patterns), *turns]))
+
+
+DEFAULTS = (torch.float64, torch.float16, torch.device("meta"))
+
+
+@contextlib.contextmanager
+def by_default(other: torch.dtype | torch.device) -> Iterator[None]:
+    """Let torch make tensors of another dtype, or on another device, where nothing else is said."""
+    if isinstance(other, torch.device):
+        with other:
+            yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(other)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def under_autocast(model: nn.Module, x: Tensor) -> Callable[[], None]:

@@ -48,6 +48,10 @@ def multiply(x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor:
 
 
 COMPRESSED = semi_structured.Path(two_values, multiply)
+# the zeros are multiplied too
+MASKED = semi_structured.Path(
+    lambda weight: [weight.clone()], lambda x, parts, bias: F.linear(x, parts[0], bias)
+)
 
 
 class Machine:

@@ -71,6 +71,8 @@ def load_packed(path: Path | str, model: Model) -> Model:
             if weight is not None:
                 tensors[line.name] = weight
     on_meta = any(p.is_meta for p in model.parameters())
+    own = model.state_dict()  # tensors that are assigned would keep the file's dtypes
+    tensors = {name: tensor.to(own[name].dtype) for name, tensor in tensors.items()}
     model.load_state_dict(tensors, strict=False, assign=on_meta)
     for module, module_sites in sites(model)[0].items():
         for site in module_sites:
@@ -116,10 +118,9 @@ def _layers(model: nn.Module, tensors: dict[str, Tensor], lines: list[Line]) -> 
 
 
 def _convolution(site: Any, line: Line, tensors: dict[str, Tensor]) -> Maker | None:
-    weight = line.dense(tensors)
-    if (weight.dtype if site.weight.is_meta else site.weight.dtype) != torch.float32:
+    if site.weight.dtype != torch.float32:
         return None
-    matrix = PackedMatrix.packed(by_taps(weight.float()), site.window.positions)
+    matrix = PackedMatrix.packed(by_taps(line.dense(tensors).float()), site.window.positions)
     return partial(PackedConvolution, matrix, site.window)
 
 
@@ -131,7 +132,7 @@ def _linear(site: Site, line: Line, tensors: dict[str, Tensor]) -> Maker:
         if line.layer == DENSE_INT8 and onednn.available_int8():
             return partial(DenseInt8Linear, weight.contiguous(), scales[rows].clone())
         return partial(Int8Linear, Int8Matrix.of_rounded(weight, scales[rows]))
-    weight = weight if site.weight.is_meta else weight.to(site.weight.dtype)
+    weight = weight.to(site.weight.dtype)
     if weight.dtype not in products.DTYPES:
         raise ValueError(f"{line.name} is {weight.dtype}: packed layers are float32 or bfloat16")
     if weight.dtype == torch.float32 or bf16.KERNELS.obstacle():

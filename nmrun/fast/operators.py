@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nmrun.kernels.layout import has_memory
+from nmrun.kernels.layout import has_memory, is_forward_mode
 from nmrun.products.simulation import compute_dtype, refuse_second_gradients
 
 Maker = Callable[[Callable[..., Any]], Any]  # of an operator from a function
@@ -102,9 +102,15 @@ def followed(
     x: Tensor, operator: Callable[..., Tensor], product: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
     """``operator`` where a compiler, a tracer or autograd follows x, which know it; else ``product``
-    itself, which is faster."""
+    itself, which is faster. Raises RuntimeError in forward mode, whose derivatives would be 0."""
     differentiated = x.requires_grad and torch.is_grad_enabled()
-    return product if has_memory(x) and not differentiated else operator
+    if has_memory(x) and not differentiated:
+        return product
+    if is_forward_mode():
+        raise RuntimeError(
+            "packed layers have no derivatives in forward mode: take backward(), or the dense model"
+        )
+    return operator
 
 
 def over_tokens(

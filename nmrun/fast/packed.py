@@ -195,7 +195,7 @@ def pack(weight: Tensor, pattern: Pattern, dim: int) -> tuple[Tensor, Tensor]:
     positions = first.sort(dim=1).values
     values = groups.gather(1, positions)
     if _by_mask(pattern):
-        mask = torch.zeros(groups.shape, dtype=torch.uint8).scatter_(1, positions, 1)
+        mask = torch.zeros(groups.shape, dtype=torch.uint8, device="cpu").scatter_(1, positions, 1)
         bits = mask.numpy()
     else:
         bits = (positions.numpy()[:, :, None] >> np.arange(_width(pattern)) & 1).astype(np.uint8)
@@ -206,7 +206,7 @@ def unpack(values: Tensor, places: Tensor, pattern: Pattern, dim: int, shape: li
     """The inverse of :func:`pack`. Raises ValueError for positions that it does not write, and for values
     behind the last one of ``dim``."""
     indices = positions(places, len(values), pattern)
-    groups = torch.zeros(len(values), pattern.m, dtype=values.dtype).scatter_(1, indices, values)
+    groups = values.new_zeros(len(values), pattern.m).scatter_(1, indices, values)
     moved = [*shape[:dim], *shape[dim + 1 :]]
     whole, last = groups.view(*moved, -1), shape[dim]
     if bool(whole[..., last:].any()):
@@ -218,6 +218,8 @@ def positions(places: Tensor, count: int, pattern: Pattern) -> Tensor:
     """Where the values of each of ``count`` groups stand in it, (count, N), increasing in a group. Raises
     ValueError for positions that no :func:`pack` writes."""
     width = pattern.m if _by_mask(pattern) else pattern.n * _width(pattern)
+    if places.shape != (-(-count * width // 8),):
+        raise ValueError(f"places of {list(places.shape)} for {count} groups of {pattern}")
     bits = np.unpackbits(places.numpy(), count=count * width, bitorder="little")
     if _by_mask(pattern):
         mask = torch.from_numpy(bits.reshape(count, pattern.m))
@@ -228,6 +230,8 @@ def positions(places: Tensor, count: int, pattern: Pattern) -> Tensor:
     indices = (torch.from_numpy(bits).view(count, pattern.n, _width(pattern)) * weights).sum(-1)
     if count and int(indices.max()) >= pattern.m:
         raise ValueError(f"a position of {int(indices.max())} in groups of {pattern.m}")
+    if bool((indices.diff(dim=1) <= 0).any()):
+        raise ValueError("positions of a group that do not increase")
     return indices
 
 

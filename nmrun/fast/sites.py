@@ -268,7 +268,10 @@ def sites(model: nn.Module) -> tuple[dict[nn.Module, list[Site]], dict[str, str]
                 else:
                     by_module.setdefault(module, []).append(site)
         if not layer_weights and not is_embedding(module):
-            for attribute, parameter in module._parameters.items():
+            parameters = dict(module._parameters)
+            if isinstance(module, nn.MultiheadAttention):
+                parameters[OUT] = module.out_proj.weight
+            for attribute, parameter in parameters.items():
                 if parameter is not None and parameter.dim() > 1:
                     reasons[f"{path}.{attribute}".lstrip(".")] = (
                         "it has hooks or a forward of its own"
@@ -304,7 +307,11 @@ def watch(model: nn.Module, by_module: Mapping[nn.Module, list[Site]], sample: A
         query, key_value, out = by_module[module]
         query.note(inputs["query"])
         key_value.note(inputs["key"])
-        out.note(inputs["query"])
+        if out.given:  # it is given as many tokens as the queries are
+            out.note(inputs["query"])
+        else:
+            inside = PackedAttention(module, _copied(query), _copied(key_value), nn.Identity())
+            out.note(inside(*args, **kwargs)[0])
 
     hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in by_module]
     watched(hooks, partial(compute, model, sample))

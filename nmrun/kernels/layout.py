@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from nmrun.patterns import Pattern
 from nmrun.rule import Rule
@@ -34,8 +35,10 @@ def part_like(value: Any, like: Any) -> Any:
 
 def has_memory(tensor: Tensor) -> bool:
     """Whether a kernel may read this tensor's memory by itself: a plain tensor, whose operations
-    nobody looks at (torch.compile, tracers, ``torch.func``, a dispatch mode)."""
+    nobody looks at (torch.compile, tracers, ``torch.func``, forward mode, a dispatch mode)."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
+    if forward_ad._current_level >= 0:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
         return False
@@ -44,10 +47,17 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether ``torch.func`` differentiates or maps over what is computed now; compilers see to that
-    themselves."""
-    compiling = torch.compiler.is_compiling()
-    return not compiling and torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether ``torch.func`` differentiates or maps over what is computed now, or
+    :func:`is_forward_mode`; compilers see to that themselves."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None or is_forward_mode()
+
+
+def is_forward_mode() -> bool:
+    """Whether derivatives are taken along with what is computed now (``torch.func.jvp``,
+    ``torch.autograd.forward_ad``); compilers see to that themselves."""
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 
 def stored_alike(*tensors: Tensor) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from played_gpu import COMPRESSED, Machine, current_gpus, normal, play, two_values
+from played_gpu import COMPRESSED, MASKED, Machine, current_gpus, normal, play, two_values
 from runs import config
 from torch import Tensor, nn
 
@@ -23,7 +23,6 @@ from nmrun.fast import acceleration, measurement
 from nmrun.fast.acceleration import accelerate
 from nmrun.fast.gpu import probe, semi_structured
 from nmrun.fast.gpu.linear import SemiStructuredProducts
-from nmrun.fast.gpu.semi_structured import MASKED
 from nmrun.fast.measurement import Times
 from nmrun.lab.config.identity import identity
 from nmrun.lab.train import build

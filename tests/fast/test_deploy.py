@@ -393,6 +393,30 @@ def test_what_is_left_dense_has_a_reason() -> None:
     }
 
 
+class OwnAttention(nn.MultiheadAttention):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("kind", "kdim"), [(OwnAttention, 16), (nn.MultiheadAttention, 32)])
+def test_each_weight_of_an_attention_that_is_left_alone_has_a_reason(kind: Any, kdim: int) -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = kind(16, 2, kdim=kdim)
+
+        def forward(self, x: Tensor, key: Tensor) -> Tensor:
+            return self.attention(x, key, x)[0]
+
+    model = Attends()
+    choices = nmrun.deploy(model, (torch.randn(3, 5, 16), torch.randn(3, 5, kdim)))
+    weights = [name for name, weight in model.named_parameters() if weight.dim() > 1]
+    assert sorted(choice.name for choice in choices) == sorted(weights)
+    assert {(c.path, c.reason) for c in choices} == {
+        (None, f"no packed layer stands for this {kind.__name__}")
+    }
+
+
 def test_training_and_odd_samples_are_refused_in_one_line() -> None:
     model = nn.Sequential(nn.Linear(16, 16))
     by_sgd(model, "ste", "2:4")
@@ -462,6 +486,7 @@ def test_layers_are_timed_on_the_gpu_that_they_are_on(monkeypatch: pytest.Monkey
         return 1.0
 
     semi_structured = deploying.semi_structured
+    monkeypatch.setitem(semi_structured.PATHS, "masked", played_gpu.MASKED)
     monkeypatch.setattr(semi_structured, "milliseconds", timed)
     monkeypatch.setattr(semi_structured, "fastest", lambda *about: ("masked", timed()))
     deploying.milliseconds({"dense": [lambda: None]}, second)

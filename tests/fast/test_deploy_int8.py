@@ -6,7 +6,7 @@ import pytest
 import torch
 from deployed import share
 from perceptrons import pruned
-from torch import nn
+from torch import Tensor, nn
 
 import nmrun
 from nmrun.errors import ConfigError
@@ -87,6 +87,35 @@ def test_a_layer_that_is_too_far_off_stays_float32() -> None:
     strict = pruned()
     choices = nmrun.deploy(strict, torch.randn(40, 80), precision="int8", tolerance=0.0)
     assert [c.path for c in choices] == ["packed", "packed"]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(256, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.attention(x, x, x, None, False, causal)[0]
+
+
+@needs_int8
+@pytest.mark.usefixtures("faster")
+def test_the_output_of_attention_is_judged_by_what_it_is_given() -> None:
+    """Which has an outlier that its input has not."""
+    torch.manual_seed(0)
+    model, x = Attention().eval(), torch.randn(2, 40, 256)
+    attention = model.attention
+    for weight in (attention.in_proj_weight, attention.out_proj.weight):
+        weight.data *= nm_mask(weight.data, "1:16", 1)
+    attention.in_proj_bias.data[2 * 256] = 300.0  # nothing is multiplied with it
+    attention.out_proj.weight.data[:, 0] = 0.0
+    expected = model(x).detach()
+    choices = nmrun.deploy(model, x, precision="int8", tolerance=0.05)
+    assert [c.path for c in choices[:3]] == ["int8", "int8", "packed"]
+    assert "off, more than 0.05" in choices[2].reason
+    with torch.no_grad():
+        assert share(model(x), expected) < 0.05
 
 
 @needs_int8

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from deployed import share, stays_itself
-from operands import normal, sparse
+from operands import DEFAULTS, by_default, normal, sparse
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
@@ -172,6 +173,42 @@ def test_the_gradient_is_that_of_the_dense_weight(weighted: Kind) -> None:
     (expected,) = torch.autograd.grad(exact, leaf, dz.double())
     rounded = weighted.dtype == LOW or isinstance(layer, Bf16OneDNNLinear)
     assert share(dx, expected) < (0.01 if rounded else 1e-5)
+
+
+@pytest.mark.parametrize("how", ["jvp", "dual numbers"])
+def test_derivatives_in_forward_mode_are_torchs_or_refused(kind: Kind, how: str) -> None:
+    layer, x = kind.make(kind.patterns[0]), tuple(given(kind))
+    tangents = tuple(given(kind, seed=7))
+
+    def derivative(function: Callable[..., Tensor]) -> Tensor:
+        if how == "jvp":
+            return torch.func.jvp(function, x, tangents)[1]
+        with forward_ad.dual_level():
+            pairs = map(forward_ad.make_dual, x, tangents)
+            return forward_ad.unpack_dual(function(*pairs)).tangent
+
+    if isinstance(layer, FusedGELU):
+        torch.testing.assert_close(derivative(layer), derivative(F.gelu))
+    else:
+        with pytest.raises(RuntimeError, match=r"(?i)forward|jvp|functorch"):
+            derivative(layer)
+    assert layer(*x).isfinite().all()  # outside of it nothing has changed
+
+
+@pytest.mark.parametrize("other", DEFAULTS, ids=str)
+def test_the_dtype_and_device_that_torch_takes_by_default_change_nothing(
+    weighted: Kind, other: torch.dtype | torch.device
+) -> None:
+    def results() -> list[Tensor]:
+        layer, x = weighted.make(weighted.patterns[0]), given(weighted)[0].requires_grad_()
+        z = layer(x)
+        stored = layer.dense() if hasattr(layer, "dense") else layer.weight
+        return [z, *torch.autograd.grad(z, x, normal(*z.shape, seed=7).to(z.dtype)), stored]
+
+    expected = results()
+    with by_default(other):
+        again = results()
+    assert all(map(torch.equal, again, expected))
 
 
 @pytest.mark.slow

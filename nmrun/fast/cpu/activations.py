@@ -61,6 +61,8 @@ def install(module: nn.Module, role: str, by_onednn: bool, activations: Activati
     oneDNN's with ``by_onednn``."""
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.shape[-1:] != weight.shape[1:]:  # kernels would read past its end
+            return functional.linear(x, weight, bias)
         flat = x.reshape(-1, x.shape[-1])
         if role == READS:
             y = reads(flat, weight, bias)

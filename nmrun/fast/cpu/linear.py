@@ -161,7 +161,7 @@ class Bf16Forward(Bf16Products):
     def empty(self, kind: str) -> dict[str, Tensor]:
         if kind == "forward":
             return super().empty(kind)
-        return {"weight": torch.empty(self.shape, dtype=torch.bfloat16)}
+        return {"weight": torch.empty(self.shape, dtype=torch.bfloat16, device="cpu")}
 
     def pack(self, weight: Tensor, other: Tensor | None) -> int:
         self.backward_weight.copy_(weight if other is None else other)

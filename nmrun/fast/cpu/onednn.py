@@ -292,7 +292,7 @@ class DenseInt8Linear(OneDNNCopy):
     def copy(self, source: Tensor) -> Any:
         """The weight and the bias as torch's operator takes them."""
         bias, rows = self.bias, self.out_features
-        zeros = torch.zeros(rows, dtype=torch.long)
+        zeros = torch.zeros(rows, dtype=torch.long, device="cpu")
         quantised = torch._make_per_channel_quantized_tensor(source, self.scales.double(), zeros, 0)
         before = torch.backends.quantized.engine
         torch.backends.quantized.engine = ENGINE

@@ -192,7 +192,8 @@ def measure(shape: LinearShape | ConvolutionShape | AttentionShape) -> dict[str,
 def normal(*sizes: Sequence[int]) -> list[Tensor]:
     """Normal numbers, the same for the same sizes."""
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(*size, generator=generator) for size in sizes]
+    how: Any = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    return [torch.randn(*size, **how) for size in sizes]
 
 
 def _of_convolution(shape: ConvolutionShape) -> dict[str, Times]:

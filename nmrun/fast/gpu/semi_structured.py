@@ -55,19 +55,10 @@ CUSPARSELT = Path(
     lambda x, parts: cusparselt.algorithms(parts[0], padded(x)),
 )
 PATHS = {"cusparselt": CUSPARSELT}
-# The reference, on any device: the zeros are multiplied too.
-MASKED = Path(
-    lambda weight: [weight.clone()],
-    lambda x, parts, bias: functional.linear(x, parts[0], bias),
-)
 
 
 def named(name: str) -> Path:
-    """The path of a name: of ``PATHS``, with an algorithm (``cusparselt:17``) or without, or
-    ``masked``.
-    """
-    if name == "masked":
-        return MASKED
+    """The path of a name: of ``PATHS``, with an algorithm (``cusparselt:17``) or without."""
     kind, _, number = name.partition(":")
     path = PATHS[kind]
     if not number:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import math
 import platform
+import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,13 +18,15 @@ import torch
 import torch.nn.functional as F
 from bf16_emulated import HAS_INSTRUCTION
 from convolutions import GEOMETRIES, batch, net, train
-from operands import normal, under_autocast
+from operands import DEFAULTS, by_default, normal, under_autocast
+from test_cpu_products import resident
 from torch import Tensor, nn
 
 from nmrun import accelerate, optim, sparsify
 from nmrun.fast.cpu import convolution
 from nmrun.fast.cpu.convolution import Bf16ConvolutionProducts, ConvolutionProducts, by_taps
 from nmrun.fast.cpu.kernels import bf16, products
+from nmrun.fast.cpu.kernels import convolution as kernels
 from nmrun.fast.cpu.kernels.bf16 import Bf16Matrix
 from nmrun.fast.cpu.kernels.convolution import Window, convolve, convolve_back
 from nmrun.fast.cpu.kernels.products import PackedMatrix
@@ -161,6 +165,27 @@ def test_the_bits_do_not_depend_on_threads_or_on_other_images(
         assert torch.equal(convolve(x[:images], forward, None, window), results[0][:images])
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
+@pytest.mark.parametrize(("kept", "most"), [(kernels.KEPT, 100), (0, 25)])
+def test_one_image_keeps_little_memory(
+    kept: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The panels of 64 such images have 205 MB; those of this one alone 51 MB at most."""
+    monkeypatch.setattr(kernels, "KEPT", kept)
+    forward, _ = packed(uneven(1, 64, 1, 1), PRECISIONS["float32"])
+    x, growth = normal(1, 64, 112, 112), []
+
+    def serve() -> None:  # what stays is the thread's
+        before = resident()
+        convolve(x, forward, None, Window((1, 1)))
+        growth.append(resident() - before)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    thread.join()
+    assert growth[0] < most << 20
+
+
 @pytest.mark.usefixtures("every_bf16")
 def test_subnormal_numbers_are_zero_in_bfloat16() -> None:
     tiny, window = torch.full((1, 4, 3, 3), 2.0**-130), Window((1, 1))
@@ -193,6 +218,14 @@ def test_all_gradients_are_those_of_float64(precision: Precision) -> None:
             expected[0] = torch.nn.grad.conv2d_input(x.shape, back.double(), dz.double(), *moves)
         for a, b in zip(gradients, expected, strict=True):
             assert torch.allclose(a.double(), b, rtol=precision.close, atol=precision.close)
+
+
+@pytest.mark.parametrize("other", DEFAULTS, ids=str)
+def test_they_do_not_depend_on_what_torch_takes_by_default(
+    precision: Precision, other: torch.dtype | torch.device
+) -> None:
+    with by_default(other):
+        test_all_gradients_are_those_of_float64(precision)
 
 
 @pytest.mark.slow

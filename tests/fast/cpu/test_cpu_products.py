@@ -215,14 +215,16 @@ int main(void) {
 """
 
 
+def resident() -> int:
+    """The bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
 def test_a_thread_that_ends_leaves_no_memory() -> None:
     """As the threads of a server do that each serve one request."""
     matrix, x = PackedMatrix.empty(16, 1 << 14), torch.ones(64, 1 << 14)  # 4 MB a thread
     pack(torch.ones(16, 1 << 14), matrix)
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def serve(requests: int) -> int:
         for _ in range(requests):

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from operands import normal, under_autocast
+from operands import DEFAULTS, by_default, normal, under_autocast
 from perceptrons import batch, mlp, resumes, start, train
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from nmrun import accelerate, optim, sparsify
 from nmrun.errors import ConfigError
@@ -113,6 +114,20 @@ def test_products_and_gradients(
         whole = dz.double().flatten(0, 1).t() @ x.double().flatten(0, 1)
         near(weight.grad, whole * kept if masked else whole, 1e-6 if masked else share)
         assert bool((weight.grad[~kept] == 0).all()) is (masked or bool(kept.all()))
+
+
+@pytest.mark.parametrize("path", KINDS, indirect=True)
+@pytest.mark.parametrize("other", DEFAULTS, ids=str)
+def test_they_do_not_depend_on_what_torch_takes_by_default(
+    path: str, other: torch.dtype | torch.device
+) -> None:
+    p = Pattern.parse("16:4:8" if path == BF16_BLOCKS else "2:4")
+    shape = probe.LinearShape(
+        32, 40, 70, torch.float32 if path == "packed" else torch.bfloat16, p.over(40)
+    )
+    with by_default(other):
+        test_products_and_gradients(path, str(p), 32, "rows", True)
+        assert not probe.measure(shape)[path].wrong
 
 
 @pytest.mark.slow
@@ -307,12 +322,19 @@ def test_a_model_that_is_cast_afterwards() -> None:
         optimizer.zero_grad()
 
 
-def test_torch_func_follows_as_through_a_plain_model() -> None:
+def test_torch_follows_as_through_a_plain_model() -> None:
     """Packed products have no rules of its transforms; a tangent would be lost without a word."""
     model, _, _ = packing("ste")
     plain, (x, _) = mlp(), batch(0)
     plain.load_state_dict(model.state_dict())
+
+    def tangent(net: nn.Module) -> Tensor:
+        with forward_ad.dual_level():
+            z = net(forward_ad.make_dual(x, x.sin()))
+            return forward_ad.unpack_dual(z).tangent
+
     for follow in (
+        tangent,
         lambda net: torch.func.jvp(net, (x,), (x.sin(),))[1],
         lambda net: torch.func.grad(lambda x: net(x).square().sum())(x),
         lambda net: torch.vmap(net)(x),

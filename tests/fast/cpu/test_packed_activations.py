@@ -273,6 +273,19 @@ def test_layers_that_are_called_by_keyword(passes: list[str]) -> None:
     assert passes[-2:] == ["feeds", "reads"]
 
 
+@pytest.mark.parametrize("width", [8, 4096])
+def test_an_input_of_another_width_is_refused_as_by_torch(width: int) -> None:
+    model = FeedForward()
+    packing(model)
+    x, plain = torch.randn(5, width), FeedForward()
+    for layer in (0, 3):
+        with pytest.raises(RuntimeError) as expected:
+            plain[layer](x)
+        with pytest.raises(RuntimeError) as error:
+            model.train()[layer](x)
+        assert str(error.value) == str(expected.value)
+
+
 @pytest.mark.parametrize("recipe", ["dense", "sr_ste", "t_sr_ste", "asp"])
 @pytest.mark.parametrize("pattern", ["2:4", "1:8", "8:2:8"])
 def test_training_is_that_of_dense_products(recipe: str, pattern: str, passes: list[str]) -> None:

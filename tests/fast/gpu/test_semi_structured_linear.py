@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from played_gpu import COMPRESSED, along_inputs, both_ways, multiply, normal
+from played_gpu import COMPRESSED, MASKED, along_inputs, both_ways, multiply, normal
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -26,7 +26,8 @@ PAIRS = Pattern(2, 4)
 
 @pytest.fixture(autouse=True)
 def compressed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(semi_structured, "PATHS", {"compressed": COMPRESSED})
+    paths = {"compressed": COMPRESSED, "masked": MASKED}
+    monkeypatch.setattr(semi_structured, "PATHS", paths)
 
 
 @pytest.mark.parametrize("shape", [(16,), (5, 16), (2, 3, 16)], ids=str)

@@ -112,6 +112,24 @@ def test_a_value_behind_the_last_weight_is_refused():
         packed.unpack(values, places, Pattern(4, 4), 1, [2, 3])
 
 
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        ([5 | 5 << 3], "positions of a group that do not increase"),
+        ([5 | 2 << 3], "positions of a group that do not increase"),
+        ([], "places of [0] for 1 groups of 2:8"),
+        ([2 | 5 << 3, 0], "places of [2] for 1 groups of 2:8"),
+        ([[2 | 5 << 3]], "places of [1, 1] for 1 groups of 2:8"),
+    ],
+)
+def test_places_that_no_weight_has_are_refused(places, message):
+    values = torch.tensor([[1.0, 2.0]])
+    right = packed.unpack(values, torch.tensor([2 | 5 << 3]).byte(), Pattern(2, 8), 1, [1, 8])
+    assert right.tolist() == [[0, 0, 1, 0, 0, 2, 0, 0]]
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        packed.unpack(values, torch.tensor(places).byte(), Pattern(2, 8), 1, [1, 8])
+
+
 def test_the_documented_layout_is_read_by_hand():
     weight = torch.tensor([[0.0, 5, 0, 6, 7, 8, 0, 0, 0, 0, 0, 9]])
     values, places = packed.pack(weight, Pattern(2, 4), 1)

@@ -93,15 +93,22 @@ def test_a_model_of_hugging_face_with_tied_weights(tmp_path):
     assert torch.equal(model.generate(prompt, **words), dense.generate(prompt, **words))
 
 
-def test_the_values_are_cast_as_load_state_dict_would(tmp_path):
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_values_are_cast_as_load_state_dict_would(tmp_path, device):
     path, dense = exported(tmp_path, images())
-    model = nmrun.load_packed(path, images().bfloat16())
+    with torch.device(device):
+        empty = images().bfloat16()
+    model = nmrun.load_packed(path, empty)
+    assert {t.dtype for t in model[1].state_dict().values()} == {torch.bfloat16, torch.int64}
     assert torch.equal(model[0].weight, dense[0].weight.bfloat16())  # packed ones are float32
     assert torch.equal(model[3].dense(), dense[3].weight.bfloat16())
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("there", [False, True])
-def test_a_model_in_bfloat16_gets_the_products_of_its_processor(tmp_path, monkeypatch, there):
+def test_a_model_in_bfloat16_gets_the_products_of_its_processor(
+    tmp_path, monkeypatch, there, device
+):
     path, dense = exported(tmp_path, encoder())
     x = torch.randn(3, 7, 18).bfloat16()
     expected = dense.double()(x.double()).detach()
@@ -109,7 +116,9 @@ def test_a_model_in_bfloat16_gets_the_products_of_its_processor(tmp_path, monkey
         monkeypatch.setattr(bf16, "KERNELS", replace(bf16.KERNELS, sources=("nm_scratch",)))
     elif bf16.KERNELS.obstacle():
         pytest.skip("no AVX-512 with BF16")
-    model = nmrun.load_packed(path, encoder().bfloat16())
+    with torch.device(device):
+        empty = encoder().bfloat16()
+    model = nmrun.load_packed(path, empty)
     kinds = [type(m) for m in model.modules() if isinstance(m, PackedLinear)]
     assert kinds == [Bf16Linear if there else PackedLinear] * len(kinds)
     assert len(kinds) >= 5

@@ -57,10 +57,10 @@ class Bf16Matrix(SlotMatrix):
         blocks, tiles, _ = shape = cls.cut(rows, columns, taps)
         slots = taps * tiles * -(-columns // SEGMENT) * TILE
         parts = (
-            torch.empty(slots, SEGMENT, dtype=torch.bfloat16),
-            torch.empty(slots, SEGMENT, dtype=torch.uint8),
-            torch.zeros(shape, dtype=torch.uint8),
-            torch.zeros(blocks * tiles + 1, dtype=torch.int32),
+            torch.empty(slots, SEGMENT, dtype=torch.bfloat16, device="cpu"),
+            torch.empty(slots, SEGMENT, dtype=torch.uint8, device="cpu"),
+            torch.zeros(shape, dtype=torch.uint8, device="cpu"),
+            torch.zeros(blocks * tiles + 1, dtype=torch.int32, device="cpu"),
         )
         return cls(parts, rows, columns, taps)
 
@@ -91,7 +91,7 @@ class Bf16Matrix(SlotMatrix):
         across, tiles = (self.rows if turned else self.columns), self.counts.shape[1]
         shape = (int(turned), matrix.shape[1], self.rows, self.columns, BEGIN, END)
         memory = (self.values.data_ptr(), self.index.data_ptr())
-        nonzeros = torch.empty(self.taps, tiles, dtype=torch.int32)
+        nonzeros = torch.empty(self.taps, tiles, dtype=torch.int32, device="cpu")
         counts, starts = self.counts.chunk(self.taps), self.start[:-1].chunk(self.taps)
         sources = [matrix.data_ptr() + 4 * tap * across for tap in range(self.taps)]
         for tap, source in enumerate(sources):
@@ -134,7 +134,8 @@ class Bf16Matrix(SlotMatrix):
         """``y^T x`` where this matrix has non-zeros, zero elsewhere, in float32; x (tokens, columns) and
         y (tokens, rows) in bfloat16."""
         library, x, y = KERNELS.load(), x.contiguous(), y.contiguous()
-        sums, out = torch.zeros(self.slots, SEGMENT), torch.zeros(self.rows, self.columns)
+        sums = torch.zeros(self.slots, SEGMENT, dtype=torch.float32, device="cpu")
+        out = torch.zeros(self.rows, self.columns, dtype=torch.float32, device="cpu")
         operands: list[Any] = [
             x.data_ptr(),
             y.data_ptr(),

@@ -38,7 +38,7 @@ PANEL = 32  # tokens that are turned together
 HEIGHTS = (64, 32, 16)  # rows of a group that are looked for; a larger V has such groups too
 WORTH = 64  # multiplications that cost as much as a weight in another pass, see in_parts
 TILES_REFUSED, TILES = 1, 2  # of nm_tiles
-BITS = 1 << torch.arange(DEEP)
+BITS = 1 << torch.arange(DEEP, device="cpu")
 KERNELS = CFunctions(
     "products of bfloat16 with blocks",
     ("nm_scratch", "nm_vectors", "nm_tiles", "nm_block_bf16", "nm_bitmap_bf16"),
@@ -77,7 +77,9 @@ class BlockMatrix(Matrix):
         """Memory for any matrix of this shape in groups of ``height`` rows, of which only what is filled is
         ever touched; it holds none yet."""
         groups, deep = -(-rows // height), -(-columns // DEEP)
-        values = torch.empty(groups, height // TILE, deep, TILE, DEEP, dtype=torch.bfloat16)
+        values = torch.empty(
+            groups, height // TILE, deep, TILE, DEEP, dtype=torch.bfloat16, device="cpu"
+        )
         return cls([values, *_empty_index(groups, deep)], rows, columns)
 
     @classmethod
@@ -119,7 +121,7 @@ class BlockMatrix(Matrix):
         """The matrix with its zeros, in the dtype of the values."""
         small = self.values.transpose(2, 3).reshape(len(self.index), self.height, -1)
         out = small.new_zeros(*small.shape[:2], self.columns + 1)
-        filled = torch.arange(small.shape[2]) < self.counts[:, None]
+        filled = torch.arange(small.shape[2], device="cpu") < self.counts[:, None]
         index = torch.where(filled, self.index.long(), self.columns)
         small = torch.where(filled[:, None], small, 0)
         out.scatter_(2, index[:, None].expand_as(small), small)
@@ -152,7 +154,7 @@ class BlockMatrix(Matrix):
         """``y^T x`` in the columns that the groups of this matrix keep, zero elsewhere, in float32; x
         (tokens, columns) and y (tokens, rows) in bfloat16. V divides the rows."""
         library, x, y = KERNELS.load(), x.contiguous(), y.contiguous()
-        out = torch.zeros(self.rows, self.columns)
+        out = torch.zeros(self.rows, self.columns, dtype=torch.float32, device="cpu")
         operands: list[Any] = [address(t) for t in (x, y, self.index, self.counts, out)]
         operands += [self.rows, self.columns, *_how(self, by_tiles), len(x), BEGIN, END]
         work = len(x) * int(self.counts.sum()) * self.height // WORTH
@@ -176,7 +178,9 @@ class BlockTranspose(Matrix):
     def empty(cls, rows: int, columns: int, height: int) -> Self:
         """Memory as that of :meth:`BlockMatrix.empty`."""
         groups, deep, tall = columns // height, -(-rows // DEEP), -(-height // DEEP)
-        values = torch.empty(groups * 2 * deep, tall, TILE, DEEP, dtype=torch.bfloat16)
+        values = torch.empty(
+            groups * 2 * deep, tall, TILE, DEEP, dtype=torch.bfloat16, device="cpu"
+        )
         return cls([values, *_empty_index(groups, deep)], rows, columns)
 
     @property
@@ -285,7 +289,7 @@ class BitmapMatrix(Matrix):
     def dense(self) -> Tensor:
         """The matrix with its zeros, bfloat16."""
         kept = _bits(self.masks)
-        tiles = torch.zeros(kept.shape, dtype=torch.bfloat16)
+        tiles = torch.zeros(kept.shape, dtype=torch.bfloat16, device="cpu")
         tiles[kept] = self.values
         whole = tiles.transpose(1, 2).reshape(len(kept) * TILE, -1)
         return whole[: self.rows, : self.columns].contiguous()
@@ -311,8 +315,8 @@ def _bits(masks: Tensor) -> Tensor:
 
 
 def _empty_index(groups: int, deep: int) -> tuple[Tensor, Tensor]:
-    index = torch.empty(groups, deep * DEEP, dtype=torch.int32)
-    return index, torch.zeros(groups, dtype=torch.int32)
+    index = torch.empty(groups, deep * DEEP, dtype=torch.int32, device="cpu")
+    return index, torch.zeros(groups, dtype=torch.int32, device="cpu")
 
 
 def _how(matrix: BlockMatrix | BlockTranspose, by_tiles: bool | None) -> tuple[int, int, int]:
@@ -361,8 +365,8 @@ def _in_tiles(matrix: Tensor, height: int, wide: int) -> tuple[Tensor, Tensor]:
     groups, most = len(keep), max(1, int(keep.sum(1).max()))
     deep = -(-most // wide)
     # the kept columns, in order, and behind them the one of zeros
-    places = torch.where(keep, torch.arange(columns), columns).sort(1).values
-    index = torch.full((groups, deep * wide), columns)
+    places = torch.where(keep, torch.arange(columns, device="cpu"), columns).sort(1).values
+    index = torch.full((groups, deep * wide), columns, device="cpu")
     index[:, : min(deep * wide, columns)] = places[:, : deep * wide]
     whole = matrix.new_zeros(groups * height, columns + 1)
     whole[:rows, :columns] = matrix
@@ -392,10 +396,11 @@ def tiles_obstacle() -> str:
         refused = allowed == TILES_REFUSED
         return "the system refuses AMX" if refused else "this processor has no AMX"
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(48, 96, generator=generator)
+    how: Any = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    weight = torch.randn(48, 96, **how)
     weight[:, ::3] = 0
     matrix = BlockMatrix.packed(weight, height=48)
-    x = torch.randn(40, 96, generator=generator).bfloat16()
+    x = torch.randn(40, 96, **how).bfloat16()
     one, other = (matrix.multiply(x, by_tiles=way).float() for way in (True, False))
     right = torch.allclose(one, other, rtol=2**-7, atol=2**-7 * float(other.abs().max()))
     return "" if right else "AMX gives wrong numbers"

@@ -108,7 +108,7 @@ def _run(
     x = x.contiguous(memory_format=torch.channels_last)
     # no view, which autograd would let nobody write in place
     size = (images, weight.rows, height, width)
-    out = torch.empty(size, dtype=x.dtype, memory_format=torch.channels_last)
+    out = torch.empty(size, dtype=x.dtype, device="cpu", memory_format=torch.channels_last)
     bias = None if bias is None else bias.float().contiguous()
     sizes = (in_height, in_width, columns, height, width, weight.rows)
     geometry = _Geometry(*sizes, (ctypes.c_int64 * 8)(*window.numbers), backward)
@@ -126,24 +126,29 @@ def _by_images(
     about, height = ctypes.addressof(geometry), out.shape[2]
     pixels = in_height * in_width
     most = library.nm_images()
-    turned = _workspace(pixels * columns * most)
+    size = pixels * columns * library.nm_lanes(min(images, most))
+    turned = _workspace(size)
     parts = [t.data_ptr() for t in (weight.values, weight.index, weight.start)]
     bias_at = address(bias)
     work = min(images, most) * weight.count * height * out.shape[3] // WORTH
     for first in range(0, images, most):
         panel = (first, min(first + most, images))
         turn = (x.data_ptr(), about, *panel, BEGIN, END, turned.data_ptr())
-        in_parts(library.nm_turn, turn, pixels, pixels * columns * most // 8)
+        in_parts(library.nm_turn, turn, pixels, size // 8)
         convolve = (turned.data_ptr(), out.data_ptr(), bias_at, *parts, about, *panel, BEGIN, END)
         in_parts(library.nm_convolution, convolve, height, work)
 
 
+KEPT = 1 << 26  # floats, 256 MB
 _storage = threading.local()
 
 
 def _workspace(floats: int) -> Tensor:
-    """Memory of this thread that stays: fresh one costs a page fault every 4 KB."""
+    """Memory of this thread that stays, up to ``KEPT``: fresh one costs a page fault every 4 KB, which
+    takes up to half as long as the convolution."""
     memory: Tensor | None = getattr(_storage, "memory", None)
     if memory is None or len(memory) < floats:
-        memory = _storage.memory = torch.empty(floats)
+        memory = torch.empty(floats, dtype=torch.float32, device="cpu")
+        if floats <= KEPT:
+            _storage.memory = memory
     return memory

@@ -68,8 +68,10 @@ class Int8Matrix(SlotMatrix):
         slots = start.diff()
         check_row(int(slots.max() if len(slots) else 0) * DEEP)
         slot_sums = values.view(-1, TILE, DEEP).sum(2, dtype=torch.int32)
-        tile = torch.arange(len(slots)).repeat_interleave(slots)
-        sums = torch.zeros(len(slots), TILE, dtype=torch.int32).index_add_(0, tile, slot_sums)
+        tile = torch.arange(len(slots), device="cpu").repeat_interleave(slots)
+        sums = torch.zeros(len(slots), TILE, dtype=torch.int32, device="cpu").index_add_(
+            0, tile, slot_sums
+        )
         return [start, sums.flatten()]
 
     def dense(self) -> Tensor:

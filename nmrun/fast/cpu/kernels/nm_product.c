@@ -35,23 +35,23 @@ static inline __attribute__((always_inline)) void write(char *to, vec v, int64_t
 }
 
 /* Tokens `first` to `last` of x, `columns` numbers each and `stride` from one to the next, turned: element (column, token) at
-   panel[column * TOKENS + token]. */
+   panel[column * apart + token]. */
 static inline __attribute__((always_inline)) void load_panel(const void *x, int64_t stride, int64_t columns, int64_t first, int64_t last, int low,
-                                                             float *panel) {
+                                                             float *panel, int apart) {
   for (int64_t c = 0; c < columns; c += LANES)
     for (int64_t t = first; t < last; t += LANES) {
       int64_t height = last - t, width = columns - c;
-      float *to = panel + c * TOKENS + t - first;
+      float *to = panel + c * apart + t - first;
       vec tile[LANES] = {0};
       if (width >= LANES && height >= LANES) { /* the compiler keeps a whole tile in registers */
         for (int i = 0; i < LANES; i++) tile[i] = read(at(x, t + i, c, stride, low), LANES, low);
         turn(tile);
-        for (int i = 0; i < LANES; i++) *(vec *)(to + i * TOKENS) = tile[i];
+        for (int i = 0; i < LANES; i++) *(vec *)(to + i * apart) = tile[i];
       } else {
         if (width > LANES) width = LANES;
         for (int i = 0; i < LANES && i < height; i++) tile[i] = read(at(x, t + i, c, stride, low), width, low);
         turn(tile);
-        for (int i = 0; i < width; i++) *(vec *)(to + i * TOKENS) = tile[i];
+        for (int i = 0; i < width; i++) *(vec *)(to + i * apart) = tile[i];
       }
     }
 }
@@ -85,8 +85,8 @@ static inline __attribute__((always_inline)) float value(const void *values, int
   return memcpy(&v, &wide, 4), v;
 }
 
-/* Add the non-zeros of one row times their columns of the panel. */
-static inline __attribute__((always_inline)) void add_row(const float *restrict panel, const void *restrict values,
+/* Add the non-zeros of one row times their columns of the panel, which lie `apart`. */
+static inline __attribute__((always_inline)) void add_row(const float *restrict panel, int apart, const void *restrict values,
                                                           const uint8_t *restrict index, int64_t count, float *restrict sums, int vectors,
                                                           int64_t stride, int low) {
   vec even[MOST], odd[MOST];
@@ -94,7 +94,7 @@ static inline __attribute__((always_inline)) void add_row(const float *restrict 
   int64_t e = 0;
 #if LANES == 16 /* two sums each: four would not fill the units of a processor that adds twice a cycle */
   for (; e + 1 < count; e += 2) {
-    const float *p = panel + index[e * stride] * TOKENS, *q = panel + index[(e + 1) * stride] * TOKENS;
+    const float *p = panel + index[e * stride] * apart, *q = panel + index[(e + 1) * stride] * apart;
     float first = value(values, e, stride, low), second = value(values, e + 1, stride, low);
     for (int v = 0; v < vectors; v++) {
       even[v] += first * *(const vec *)(p + v * LANES);
@@ -103,7 +103,7 @@ static inline __attribute__((always_inline)) void add_row(const float *restrict 
   }
 #endif
   for (; e < count; e++) {
-    const float *p = panel + index[e * stride] * TOKENS;
+    const float *p = panel + index[e * stride] * apart;
     for (int v = 0; v < vectors; v++) even[v] += value(values, e, stride, low) * *(const vec *)(p + v * LANES);
   }
   for (int v = 0; v < vectors; v++) *(vec *)(sums + v * LANES) += even[v] + odd[v];
@@ -117,12 +117,17 @@ static void begin_sums(float *sums, const float *bias, int64_t begin, int64_t en
   }
 }
 
-/* Add rows `begin` to `end` of one block of the matrix times its columns of the panel; `start` is that of the block's row 0. */
-static void add_block(const float *panel, const float *values, const uint8_t *index, const int32_t *start, int64_t begin, int64_t end,
-                      int vectors, float *sums) {
+/* The lanes of so many vectors that add_block computes with. */
+static inline int lanes(int vectors) { return LANES * (vectors <= 2 ? vectors : vectors <= MOST / 2 ? MOST / 2 : MOST); }
+
+/* Add rows `begin` to `end` of one block of the matrix times its columns of the panel, which lie TOKENS apart, or `tight`, as many as
+   there are lanes; `start` is that of the block's row 0. */
+static void add_block(const float *panel, int tight, const float *values, const uint8_t *index, const int32_t *start, int64_t begin,
+                      int64_t end, int vectors, float *sums) {
 #define ROWS(VECTORS) \
   for (int64_t r = begin; r < end; r++) \
-    add_row(panel, values + start[r], index + start[r], start[r + 1] - start[r], sums + (r - begin) * TOKENS, VECTORS, 1, 0)
+    add_row(panel, tight ? VECTORS * LANES : TOKENS, values + start[r], index + start[r], start[r + 1] - start[r], \
+            sums + (r - begin) * TOKENS, VECTORS, 1, 0)
   if (vectors == 1) ROWS(1);
   else if (vectors == 2) ROWS(2);
   else if (vectors <= MOST / 2) ROWS(MOST / 2);
@@ -147,7 +152,7 @@ static inline __attribute__((always_inline)) void add_tiles(const float *panel, 
     const int32_t *tile = start + r / TILE;                                                                \
     int64_t first = (int64_t)tile[0] * TILE + r % TILE;                                                    \
     ahead((const char *)values + (int64_t)tile[1] * TILE * (low ? 2 : 4), index + (int64_t)tile[1] * TILE, tile[1] - tile[0], r % TILE, low); \
-    add_row(panel, (const char *)values + first * (low ? 2 : 4), index + first, tile[1] - tile[0],         \
+    add_row(panel, TOKENS, (const char *)values + first * (low ? 2 : 4), index + first, tile[1] - tile[0], \
             sums + (r - begin) * TOKENS, VECTORS, TILE, low);                                              \
   }
   if (vectors == 1) TILES(1)
@@ -183,15 +188,15 @@ int nm_product(const void *x, void *y, const float *bias, const void *values, co
     int64_t until = last - t < TOKENS ? last : t + TOKENS;
     int vectors = (int)((until - t + LANES - 1) / LANES);
     if (flags & TURNED) load_columns(x, columns, all, t, until, panel);
-    else if (flags & LOW_X) load_panel(x, columns, columns, t, until, 1, panel);
-    else load_panel(x, columns, columns, t, until, 0, panel);
+    else if (flags & LOW_X) load_panel(x, columns, columns, t, until, 1, panel, TOKENS);
+    else load_panel(x, columns, columns, t, until, 0, panel, TOKENS);
     for (int64_t r0 = begin; r0 < end; r0 += AT_ONCE) {
       int64_t r1 = end - r0 < AT_ONCE ? end : r0 + AT_ONCE;
       begin_sums(sums, bias, r0, r1);
       for (int64_t b = 0; b * BLOCK < columns; b++) {
         const float *block = panel + b * BLOCK * TOKENS;
         const int32_t *tiles = start + b * ((rows + TILE - 1) / TILE);
-        if (!(flags & TILED)) add_block(block, values, index, start + b * rows, r0, r1, vectors, sums);
+        if (!(flags & TILED)) add_block(block, 0, values, index, start + b * rows, r0, r1, vectors, sums);
         else if (flags & LOW_VALUES) add_tiles(block, values, index, tiles, r0, r1, vectors, sums, 1);
         else add_tiles(block, values, index, tiles, r0, r1, vectors, sums, 0);
       }

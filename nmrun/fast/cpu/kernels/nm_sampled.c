@@ -13,10 +13,10 @@ int nm_sampled(const void *x, const void *y, const uint8_t *index, const int32_t
   for (int64_t t = 0; t < tokens; t += TOKENS) {
     int64_t until = tokens - t < TOKENS ? tokens : t + TOKENS;
     if (until - t < TOKENS) memset(panel, 0, (columns + rows) * TOKENS * sizeof(float));
-    if (low & 1) load_panel(x, columns, columns, t, until, 1, panel);
-    else load_panel(x, columns, columns, t, until, 0, panel);
-    if (low & 2) load_panel(y, rows, rows, t, until, 1, gradient);
-    else load_panel(y, rows, rows, t, until, 0, gradient);
+    if (low & 1) load_panel(x, columns, columns, t, until, 1, panel, TOKENS);
+    else load_panel(x, columns, columns, t, until, 0, panel, TOKENS);
+    if (low & 2) load_panel(y, rows, rows, t, until, 1, gradient, TOKENS);
+    else load_panel(y, rows, rows, t, until, 0, gradient, TOKENS);
     for (int64_t b = 0; b * BLOCK < columns; b++) {
       const float *block = panel + b * BLOCK * TOKENS;
       for (int64_t r = begin; r < end; r++) {

@@ -39,6 +39,7 @@ KERNELS = CFunctions(
         "nm_sampled": "p" * 4 + "n" * 5 + "ip",
         "nm_convolution": "p" * 7 + "n" * 4,
         "nm_images": "",
+        "nm_lanes": "n",
         "nm_turn": "pp" + "n" * 4 + "p",
         "nm_count": "p" + "n" * 5 + "p",
         "nm_fill": "p" + "n" * 5 + "ppp",
@@ -69,8 +70,12 @@ class PackedMatrix(Matrix):
         """Memory for any matrix of this shape, of which only what is filled is ever touched; it
         holds none yet."""
         room = taps * rows * columns
-        start = torch.zeros(taps * blocks_of(columns) * rows + 1, dtype=torch.int32)
-        parts = torch.empty(room), torch.empty(room, dtype=torch.uint8), start
+        starts = taps * blocks_of(columns) * rows + 1
+        parts = (
+            torch.empty(room, dtype=torch.float32, device="cpu"),
+            torch.empty(room, dtype=torch.uint8, device="cpu"),
+            torch.zeros(starts, dtype=torch.int32, device="cpu"),
+        )
         return cls(parts, rows, columns, taps)
 
     @classmethod
@@ -93,7 +98,7 @@ class PackedMatrix(Matrix):
             raise ValueError(f"{len(values)} values where start says {count}")
         if index.dtype != torch.uint8:
             raise ValueError(f"index of {index.dtype}, not uint8")
-        last = torch.arange(blocks) % blocks_of(columns) * BLOCK
+        last = torch.arange(blocks, device="cpu") % blocks_of(columns) * BLOCK
         wide = (columns - last).clamp(max=BLOCK).repeat_interleave(rows)
         if bool((index >= wide.repeat_interleave(counts)).any()):
             raise ValueError("a column that is not of its block")
@@ -106,7 +111,8 @@ class PackedMatrix(Matrix):
 
     def dense(self) -> Tensor:
         """The matrix with its zeros, (rows, taps * columns), in the dtype of the values."""
-        out = torch.empty(self.rows, self.taps * self.columns)
+        size = self.rows, self.taps * self.columns
+        out = torch.empty(size, dtype=torch.float32, device="cpu")
         values = self.values.float()  # a model that is cast casts them as well
         parts = [t.data_ptr() for t in (values, self.index, self.start)]
         shape, to = (self.taps, self.rows, self.columns), out.data_ptr()
@@ -149,7 +155,7 @@ class PackedMatrix(Matrix):
         """``y^T x`` where this matrix has non-zeros, whatever they are, zero elsewhere; x (tokens, columns)
         and y (tokens, rows) in float32 or bfloat16, the result in float32."""
         library, x, y = KERNELS.load(), x.contiguous(), y.contiguous()
-        sums = torch.zeros(self.count)
+        sums = torch.zeros(self.count, dtype=torch.float32, device="cpu")
         flags = (x.dtype == torch.bfloat16) + 2 * (y.dtype == torch.bfloat16)
         fixed = [t.data_ptr() for t in (x, y, self.index, self.start)]
         shape = (self.rows, self.columns, len(x), BEGIN, END, flags, sums.data_ptr())

@@ -71,7 +71,9 @@ class SlotMatrix(Matrix):
         """Of each slot: its tile, the first column of its segment, its tap; and of its places, (slots,
         SEGMENT), the columns counted from that."""
         *_, tiles, segments = counts.shape
-        segment = torch.arange(counts.numel()).repeat_interleave(counts.flatten().long())
+        segment = torch.arange(counts.numel(), device="cpu").repeat_interleave(
+            counts.flatten().long()
+        )
         block, tile = segment // segments // tiles, segment // segments % tiles
         in_tap = counts.numel() // (tiles * segments * taps)
         within = segment % segments * cls.SEGMENT
@@ -106,7 +108,7 @@ class SlotMatrix(Matrix):
         across = segments * (shape[0] if len(shape) == 3 else 1)
         run = row * across + column // cls.SEGMENT
         filled = torch.bincount(run, minlength=tiles * TILE * across)
-        rank = torch.arange(len(run)) - (filled.cumsum(0) - filled)[run]
+        rank = torch.arange(len(run), device="cpu") - (filled.cumsum(0) - filled)[run]
         # the fullest row of a tile counts
         most = -(-filled.view(tiles, TILE, across).amax(1) // deep)
         counts = most.view(tiles, -1, segments).transpose(0, 1).reshape(shape)
@@ -115,7 +117,10 @@ class SlotMatrix(Matrix):
         first = (flat.cumsum(0) - flat)[(block * tiles + row // TILE) * segments + within]
         position = (first + rank // deep) * cls.SEGMENT + row % TILE * deep + rank % deep
         # an empty place reads the first column of its segment
-        empty = torch.arange(len(flat)).remainder(segments).repeat_interleave(flat) * cls.SEGMENT
+        empty = (
+            torch.arange(len(flat), device="cpu").remainder(segments).repeat_interleave(flat)
+            * cls.SEGMENT
+        )
         empty = empty if cls.FROM_BLOCK else torch.zeros_like(empty)
         index = empty.to(torch.uint8)[:, None].repeat(1, cls.SEGMENT)
         values = value.new_zeros(index.shape)
