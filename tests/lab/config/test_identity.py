@@ -144,6 +144,16 @@ def test_a_class_of_ones_own_counts_with_its_module_and_hyperparameters():
         assert not same(first, checked("recipe=custom", **{**keys, **change}))
 
 
+@pytest.mark.parametrize(
+    "key",
+    ["distill_weight", "distill_temperature", "activations_dense_start", "activations_dense_end", "epochs"],
+)  # fmt: skip
+def test_a_key_of_ones_own_that_the_trainer_has_too_counts(key):
+    keys = {"recipe._target_": "pack.Mine", "recipe.steps": 3}
+    one, other = (checked("recipe=custom", **keys, **{f"recipe.{key}": n}) for n in (1, 2))
+    assert not same(one, other)
+
+
 def test_ten_digits_that_depend_on_neither_order_nor_process():
     config = checked("recipe=sr_ste", **{"recipe.decay": 0.25})
 
