@@ -221,6 +221,21 @@ def test_a_verb_that_raises_gets_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "nmrun: no\nnmrun: never\nnmrun: it broke here\n"
 
 
+@pytest.mark.parametrize("world", [None, "1", ""])
+def test_a_process_alone_speaks_whatever_its_rank(world, monkeypatch, capsys):
+    """As in a shell or a container of a job whose scheduler sets RANK."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world is not None:
+        monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setattr(sys, "argv", ["nmrun", "--version"])
+    assert cli.main() == 0
+    assert capsys.readouterr().out.startswith("nmrun ")
+    monkeypatch.setattr(sys, "argv", ["nmrun", "tabel"])
+    assert cli.main() == 2
+    assert "did you mean table?" in capsys.readouterr().err
+
+
 # --- what the machine lacks -----------------------------------------------------------------------
 
 
