@@ -70,12 +70,7 @@ def typed(config_dir: str | None, words: Sequence[str]) -> str:
 
 def of_job(overrides: Sequence[str], config_dir: str | None = None) -> str:
     """The command that asks for one job alone; in a sweep that is not what was typed."""
-    words = [word for word in overrides if key(word) != "detach"]
-    if "sparsity=dense" in words:  # by whatever recipe, which one run is not asked for then
-        words = [word for word in words if not word.lstrip("+").startswith("recipe")]
-    elif "recipe=dense" in words:
-        words = [word for word in words if not _of_ratio(word)]
-    return typed(config_dir, words)
+    return typed(config_dir, [word for word in overrides if key(word) != "detach"])
 
 
 def of_hydra(job: Any, overrides: Sequence[str]) -> str:
@@ -196,14 +191,14 @@ def key(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
 
 
-def each_once(jobs: Iterable[Sequence[str]]) -> list[list[str]]:
-    """The words of jobs as one types them, without repeats: dense training has no ratio, so one of it
-    stands for all."""
-    once = dict.fromkeys(
-        tuple(unescaped(w) for w in words if key(w) != "sparsity" or "recipe=dense" not in words)
-        for words in jobs
-    )
-    return [list(words) for words in once]
+def alone(words: list[str]) -> list[str]:
+    """The words of a job of a sweep as one types them for it alone: dense training has no ratio, and
+    by ``sparsity=dense`` no recipe either."""
+    if "sparsity=dense" in words:
+        return [word for word in words if key(word).partition(".")[0] != "recipe"]
+    if "recipe=dense" in words:
+        return [word for word in words if not _of_ratio(word)]
+    return words
 
 
 @functools.lru_cache(maxsize=4096)  # the words of a sweep come again in many of its jobs

@@ -5,6 +5,7 @@ mistake gets one line, no traceback.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shutil
 from collections import Counter
@@ -165,7 +166,7 @@ def read(
     if len(said) > 1:
         line = "the sweeps of an experiment differ in words for Hydra: they have one launcher"
         problems.append(line)
-    jobs: dict[tuple[str, ...], Job] = {}
+    jobs: dict[str, Job] = {}
     launcher, hydras, known = "basic", any(said) or _speak_of_hydra(config_dir), LAUNCHERS["basic"]
     with composing(config_dir):
         for words in sweeps:
@@ -309,20 +310,20 @@ class _Sweep:
             if count > 1:
                 yield f"{line}: {word} is there twice"
 
-    def compose(self, jobs: dict[tuple[str, ...], Job], cache: Cache) -> None:
-        """Compose and check each job, and add those that are not there yet."""
+    def compose(self, jobs: dict[str, Job], cache: Cache) -> None:
+        """Compose and check each job, and add those that are not there yet, by what they come to:
+        sweeps may share runs, and a dense run is the same whatever its ratio."""
         if self.count > MOST_JOBS:
             line = f"a sweep of {self.count:,} jobs: one command takes {MOST_JOBS:,}"
             self.problems.append(line)
             return
-        every = command_line.each_once(composition.product(self.overrides))
+        products = composition.product(self.overrides)
+        every = [list(map(command_line.unescaped, words)) for words in products]
         wrong: list[str] = []
         # by key that is not in the configs of some jobs: their words, and the keys that there are
         unknown: dict[str, tuple[list[str], set[str]]] = {}
         having = Counter[str]()
         for words in every:
-            if tuple(words) in jobs:
-                continue
             config, values = of_groups([*self.for_hydra, *words], cache)
             for override in values:
                 key = override.key_or_group
@@ -337,7 +338,9 @@ class _Sweep:
                     keys |= {*plain, *flatten(plain)}
                     having[key] += 1
             try:
-                jobs[tuple(words)] = Job(words, schema.check(config, self.unsure))
+                checked = schema.check(config, self.unsure)
+                job = Job(command_line.alone(words), checked)
+                jobs.setdefault(json.dumps(checked.plain), job)
             except ConfigError as error:
                 wrong += error.problems
         for key, (of_jobs, keys) in unknown.items():

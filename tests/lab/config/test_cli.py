@@ -132,7 +132,6 @@ def test_the_dense_run_of_a_sweep_is_one_job_without_a_ratio(capsys):
         "nmrun recipe=dense debug=fast output_dir=out",
         "nmrun recipe=ste sparsity=2:4 debug=fast output_dir=out",
         "nmrun recipe=ste sparsity=1:8 debug=fast output_dir=out",
-        "nmrun sparsity=dense debug=fast output_dir=out",
     ]
     assert capsys.readouterr().err == ""
 
