@@ -13,7 +13,7 @@ from typing import Any
 from nmrun.lab.config import sources
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import SOURCE, Config
-from nmrun.lab.runs.run_folder import FINAL, own_weights, weights_in
+from nmrun.lab.runs.run_folder import FINAL, expanded, own_weights, weights_in
 from nmrun.oneshot import METHODS
 from nmrun.ranges import value_text
 
@@ -111,7 +111,7 @@ def _weights_of(place: str) -> str:
     folder, name = weights_in(place)
     run = folder.result.get("id")
     if run is None:
-        return str(Path(place).expanduser())
+        return str(expanded(place))
     return str(run) if name == FINAL else f"{run}/{name}"
 
 

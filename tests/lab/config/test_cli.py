@@ -291,6 +291,41 @@ def test_a_name_that_is_too_long(words, tmp_path):
     assert process.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("line", [
+    "init=PLACE", "dataset=image_folder dataset.path=PLACE", "--config-dir PLACE recipe=ste",
+    "trainer.distill=PLACE", "status PLACE",
+])  # fmt: skip
+def test_a_place_that_the_system_refuses_to_look_at(line, monkeypatch, capsys, tmp_path):
+    """As too long a name, and one below a folder that is not to be read."""
+    monkeypatch.chdir(tmp_path)
+    place = "x" * 300
+    monkeypatch.setattr(sys, "argv", ["nmrun", *line.replace("PLACE", place).split()])
+    assert cli.main() == 2
+    said = capsys.readouterr().err
+    assert said.startswith("nmrun: ")
+    assert place in said
+    assert "File name too long" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("key", "more"), [
+    ("init", ""),
+    ("trainer.distill", ""),
+    ("recipe.masks", "recipe=maskllm"),
+    ("dataset.path", "dataset=image_folder"),
+    ("dataset.train", "dataset=text model=gpt_tiny"),
+    ("model.pretrained", "dataset=glue model=hf_encoder"),
+    ("dataset.tokenizer", "dataset=glue model=hf_encoder"),
+])  # fmt: skip
+def test_the_folder_of_a_user_whom_nobody_knows(key, more, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["nmrun", *more.split(), f'{key}="~nobody_here/x"'])
+    assert cli.main() == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"nmrun: {key}=~nobody_here/x: ")
+    assert said.count("\n") == 1
+
+
 def test_what_takes_a_moment_is_told_until_the_next_line(monkeypatch):
     shown, file = terminal.Terminal(monkeypatch, 80), io.StringIO()
     monkeypatch.setattr(sys, "stdout", shown)

@@ -189,6 +189,13 @@ def test_the_folder_says_what_it_is_and_goes_on_any_file_system():
     )
 
 
+def test_an_output_folder_may_be_below_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = checked(output_dir="~/out")
+    assert run_folder(config).is_relative_to(tmp_path / "out")
+    assert config.plain["output_dir"] == str(tmp_path / "out")
+
+
 def test_what_decays_is_what_it_comes_to():
     for line in ("optimizer=adamw", "optimizer=sgd,model=resnet20,recipe=ste"):
         assert same(checked(line), checked(line, **{"optimizer.decay": "all"}))

@@ -5,7 +5,6 @@ folders and classes of one's own.
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import pytest
 from hydra import compose
