@@ -22,6 +22,7 @@ from hydra.core.override_parser.types import (
     OverrideType,
     Quote,
     QuotedString,
+    RangeSweep,
     ValueType,
 )
 from hydra.errors import HydraException
@@ -78,10 +79,7 @@ def of_hydra(job: Any, overrides: Sequence[str]) -> str:
     places = [
         source.path for source in job.runtime.config_sources if source.provider == "command-line"
     ]
-    search = [
-        word for word in job.overrides.hydra if word.lstrip("+").startswith("hydra.searchpath")
-    ]
-    return of_job([*search, *overrides], places[0] if places else None)
+    return of_job(overrides, places[0] if places else None)
 
 
 def without_effect(words: Sequence[str]) -> list[str]:
@@ -111,6 +109,10 @@ def parsed(words: Sequence[str]) -> tuple[list[Override], list[str]]:
             override = parse(word)
             if not override.key_or_group:
                 raise HydraException
+            value = override.value()
+            if isinstance(value, RangeSweep) and value.step == 0:
+                problems.append(f"{word}: a range takes a step other than 0")
+                continue
             overrides.append(override)
         except HydraException:
             while rest and "=" not in rest[0] and word.count("{") > word.count("}"):
@@ -301,7 +303,7 @@ def _rows(words: Sequence[str]) -> list[list[str]]:
             continue
         try:
             columns = [_listed(written[name]) if name in written else [] for name in names]
-        except HydraException:  # precheck reports words that cannot be read
+        except (HydraException, ValueError):  # precheck reports words that cannot be read
             return [others]
         counts = dict(zip(names, map(len, columns), strict=True))
         problems += [

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -196,6 +197,12 @@ def _wrong_own(group: str, content: dict[str, Any]) -> Iterator[tuple[str, str]]
     elif name is not None and not re.fullmatch(r"(?!\.+$)[\w.-]+", str(name)):
         takes = "it names a folder: letters, digits, and . _ -, and not points alone"
         yield f"{group}.name={name}: {takes}", f"{group}.name"
+    for key, value in content.items():
+        try:
+            json.dumps(value, sort_keys=True)  # as an id is made
+        except TypeError:
+            takes = "numbers, texts, true, false, null, and lists and dictionaries of them"
+            yield f"{group}.{key}: it takes {takes}, with keys of one kind", f"{group}.{key}"
 
 
 def _recipe_name(recipe: dict[str, Any]) -> str:

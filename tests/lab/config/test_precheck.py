@@ -108,6 +108,29 @@ def test_a_command_has_so_many_jobs_and_no_more():
     assert "20,000" in problem
 
 
+def test_the_rows_of_a_zip_are_jobs_of_one_command(monkeypatch):
+    monkeypatch.setattr(precheck, "MOST_JOBS", 5)
+    words = ["zip=sparsity,optimizer.lr", "sparsity=2:4,1:4", "optimizer.lr=1e-3,3e-3"]
+    few, many = (
+        command_line.expand([*words, f"seed={seeds}"], multirun=True) for seeds in ("0,1", "0,1,2")
+    )
+    assert len(precheck.read(few, multirun=True).jobs) == 4
+    with pytest.raises(ConfigError, match="one command takes 5"):
+        precheck.read(many, multirun=True)
+
+
+def test_an_option_may_lie_in_a_folder_of_its_group(tmp_path):
+    (tmp_path / "optimizer" / "mine").mkdir(parents=True)
+    file = tmp_path / "optimizer" / "mine" / "slow.yaml"
+    file.write_text("# @package optimizer\ndefaults: [/optimizer/sgd@_here_]\nlr: 0.125\n")
+    words = ["optimizer=mine/slow", "recipe=ste"]
+    (job,) = precheck.read([words], config_dir=str(tmp_path)).jobs
+    assert job.config.optimizer.lr == 0.125
+    for place, option in ((None, "mine/slow"), (str(tmp_path), "mine/slwo")):
+        (problem,) = mistakes([f"optimizer={option}"], config_dir=place)
+        assert problem.startswith(f"optimizer={option}: no such optimizer")
+
+
 def test_a_folder_of_configs(tmp_path):
     """A recipe's hyperparameters in a file of one's own, and an overlay that several groups and
     keys of the command line meet.
