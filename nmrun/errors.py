@@ -67,9 +67,19 @@ def refused(prefix: str, *kinds: type[Exception]) -> Iterator[None]:
         raise ConfigError([prefix + line for line in lines]) from None
 
 
+def world() -> int:
+    """The number of processes that ``torchrun`` has started for one run; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def rank() -> int:
+    """The number of this process among them, from 0."""
+    return int(os.environ.get("RANK") or 0) if world() > 1 else 0
+
+
 def leads() -> bool:
-    """Whether this process speaks, of those that torchrun starts for one run."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this process speaks."""
+    return rank() == 0
 
 
 def refuse(problems: Iterable[str], status: int = 2) -> int:

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from nmrun.errors import leads as leads
+from nmrun.errors import rank as rank
+from nmrun.errors import world as world
 
 T = TypeVar("T")
-
-
-def world() -> int:
-    """The number of processes that train together."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def rank() -> int:
-    """The number of this process among them, from 0."""
-    return int(os.environ.get("RANK", "0"))
 
 
 def from_leader(value: T) -> T:

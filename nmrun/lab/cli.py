@@ -64,9 +64,11 @@ def main() -> int:
             except RunError as error:
                 return refuse([" ".join(str(error).split())], 1)
             except OSError as error:
-                if error.errno not in atomic.FULL:
+                is_full = error.errno in atomic.FULL
+                if error.filename is None and not is_full:
                     raise
-                return refuse([f"{error.filename or 'output'}: {error.strerror}"], 1)
+                line = f"{error.filename or 'output'}: {error.strerror}"
+                return refuse([line], 1 if is_full else 2)
     except (KeyboardInterrupt, Exception) as error:
         if not of_interrupt(error):
             raise

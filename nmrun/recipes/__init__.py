@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,20 @@ def find(name: str) -> type[Recipe]:
     return kind
 
 
+def check_names(
+    recipe: str, kind: type[Recipe], names: Iterable[str], others: Iterable[str] = ()
+) -> None:
+    """Raise TypeError where a recipe's class does not take hyperparameters of these names, or asks for
+    more; ``others`` as of :func:`build`."""
+    given = dict.fromkeys(names)
+    if unknown := registry.unknown_hyperparameters(recipe, given, checks(kind), others):
+        raise TypeError(unknown[0])
+    try:
+        inspect.signature(kind).bind(**given)
+    except TypeError as error:
+        raise TypeError(f"recipe={recipe}: {error}") from None
+
+
 def build(
     recipe: str | Recipe, hyperparameters: Mapping[str, Any], others: Iterable[str] = ()
 ) -> Recipe:
@@ -90,10 +105,7 @@ def build(
         )
     else:
         kind = find(recipe)
-        if unknown := registry.unknown_hyperparameters(
-            recipe, hyperparameters, checks(kind), others
-        ):
-            raise TypeError(unknown[0])
+        check_names(recipe, kind, hyperparameters, others)
         instance = kind(**hyperparameters)
     check_hyperparameters(instance)
     return instance

@@ -94,7 +94,7 @@ class Recipe:
 
     def begin(self, pattern: Pattern, total_steps: int | None) -> None:
         """Called once, first of all: take the target and the length of the run, and lay out phases.
-        Raises ValueError for hyperparameters that do not fit the run."""
+        Raises ConfigError for hyperparameters that do not fit the run."""
         self.pattern, self.total_steps = pattern, total_steps
         # another training may have left these
         self.step, self.dense_steps, self.dense_forward = 0, 0, False
@@ -116,7 +116,7 @@ class Recipe:
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         """Called once, while all weights are dense: check the optimizer, and keep tensors by
-        ``weight[key]``, which are saved with the optimizer's state. Raises ValueError for an
+        ``weight[key]``, which are saved with the optimizer's state. Raises ConfigError for an
         optimizer or a weight that the recipe cannot work with."""
 
     def detach(self, optimizer: torch.optim.Optimizer) -> None:
@@ -250,13 +250,13 @@ class Recipe:
         return self.total_steps
 
     def make_transposable(self) -> None:
-        """Choose transposable masks from now on. Raises ValueError for a recipe that does not keep the
+        """Choose transposable masks from now on. Raises ConfigError for a recipe that does not keep the
         largest weights."""
         self._need_largest("transposable")
         self.transposable = True
 
     def check_blocks(self, pattern: Pattern) -> None:
-        """Raise ValueError where the masks cannot be those of a V:N:M pattern."""
+        """Raise ConfigError where the masks cannot be those of a V:N:M pattern."""
         if self.transposable:
             pattern.without_blocks("a transposable mask")
         self._need_largest(pattern)

@@ -12,6 +12,7 @@ Cost: C / M logits a weight, C = (M over N), with optimizer state; a softmax and
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +71,7 @@ class MaskLLM(MaskScores, FrozenWeights):
         """The file of the masks to begin with, if there is one: ``masks``, or its folder's."""
         if self.masks is None:
             return None
-        path = Path(self.masks).expanduser()
+        path = Path(os.path.expanduser(self.masks))
         return path if path.is_file() else path / "model.safetensors"
 
     def _value(self, span: Span) -> float:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 import nmrun
 import nmrun.lab.sweeps.jobs  # registers the source of ratios
 from nmrun import recipes
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, RunError
 from nmrun.lab.config import command_line
 from nmrun.recipes.base import Recipe
 
@@ -195,6 +195,32 @@ def test_a_mistake_gets_a_line(module, monkeypatch, words, message):
     (problem,) = problems
     assert problem.startswith(message)
     assert "\n" not in problem
+
+
+@pytest.mark.parametrize("method", ["begin", "choose"])
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+def test_an_error_in_its_code_is_a_failed_run_with_a_traceback(
+    error, method, folder, module, monkeypatch
+):
+    def broken(*_):
+        raise error("mine")
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(module.Saliency, method, broken)
+    with pytest.raises(RunError, match=f"{error.__name__}: mine"):
+        nmrun.run(["recipe._target_=saliency.Saliency", "track=local", *QUICK])
+    (log,) = folder.rglob("run.log")
+    assert "in broken" in log.read_text()
+
+
+def test_a_field_without_a_value_is_a_mistake(folder, module, monkeypatch):
+    lines = ["import dataclasses, saliency", "@dataclasses.dataclass(kw_only=True)"]
+    lines += ["class Needs(saliency.Saliency):", "    size: int"]
+    (folder / "needing.py").write_text("\n".join(lines))
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError, match=r"needing\.Needs: .*'size'"):
+        nmrun.run(["recipe._target_=needing.Needs", "track=local", *QUICK])
+    assert not list(folder.rglob("result.json"))
 
 
 def test_a_name_of_nmruns_own_is_not_for_others_to_take(monkeypatch):

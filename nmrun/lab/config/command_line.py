@@ -10,7 +10,7 @@ import itertools
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from hydra.core.override_parser.types import (
     OverrideType,
     Quote,
     QuotedString,
+    RangeSweep,
     ValueType,
 )
 from hydra.errors import HydraException
@@ -70,12 +71,7 @@ def typed(config_dir: str | None, words: Sequence[str]) -> str:
 
 def of_job(overrides: Sequence[str], config_dir: str | None = None) -> str:
     """The command that asks for one job alone; in a sweep that is not what was typed."""
-    words = [word for word in overrides if key(word) != "detach"]
-    if "sparsity=dense" in words:  # by whatever recipe, which one run is not asked for then
-        words = [word for word in words if not word.lstrip("+").startswith("recipe")]
-    elif "recipe=dense" in words:
-        words = [word for word in words if not _of_ratio(word)]
-    return typed(config_dir, words)
+    return typed(config_dir, [word for word in overrides if key(word) != "detach"])
 
 
 def of_hydra(job: Any, overrides: Sequence[str]) -> str:
@@ -83,10 +79,7 @@ def of_hydra(job: Any, overrides: Sequence[str]) -> str:
     places = [
         source.path for source in job.runtime.config_sources if source.provider == "command-line"
     ]
-    search = [
-        word for word in job.overrides.hydra if word.lstrip("+").startswith("hydra.searchpath")
-    ]
-    return of_job([*search, *overrides], places[0] if places else None)
+    return of_job(overrides, places[0] if places else None)
 
 
 def without_effect(words: Sequence[str]) -> list[str]:
@@ -116,6 +109,10 @@ def parsed(words: Sequence[str]) -> tuple[list[Override], list[str]]:
             override = parse(word)
             if not override.key_or_group:
                 raise HydraException
+            value = override.value()
+            if isinstance(value, RangeSweep) and value.step == 0:
+                problems.append(f"{word}: a range takes a step other than 0")
+                continue
             overrides.append(override)
         except HydraException:
             while rest and "=" not in rest[0] and word.count("{") > word.count("}"):
@@ -196,14 +193,14 @@ def key(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
 
 
-def each_once(jobs: Iterable[Sequence[str]]) -> list[list[str]]:
-    """The words of jobs as one types them, without repeats: dense training has no ratio, so one of it
-    stands for all."""
-    once = dict.fromkeys(
-        tuple(unescaped(w) for w in words if key(w) != "sparsity" or "recipe=dense" not in words)
-        for words in jobs
-    )
-    return [list(words) for words in once]
+def alone(words: list[str]) -> list[str]:
+    """The words of a job of a sweep as one types them for it alone: dense training has no ratio, and
+    by ``sparsity=dense`` no recipe either."""
+    if "sparsity=dense" in words:
+        return [word for word in words if key(word).partition(".")[0] != "recipe"]
+    if "recipe=dense" in words:
+        return [word for word in words if not _of_ratio(word)]
+    return words
 
 
 @functools.lru_cache(maxsize=4096)  # the words of a sweep come again in many of its jobs
@@ -306,7 +303,7 @@ def _rows(words: Sequence[str]) -> list[list[str]]:
             continue
         try:
             columns = [_listed(written[name]) if name in written else [] for name in names]
-        except HydraException:  # precheck reports words that cannot be read
+        except (HydraException, ValueError):  # precheck reports words that cannot be read
             return [others]
         counts = dict(zip(names, map(len, columns), strict=True))
         problems += [

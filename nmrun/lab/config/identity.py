@@ -13,7 +13,7 @@ from typing import Any
 from nmrun.lab.config import sources
 from nmrun.lab.keys import options
 from nmrun.lab.keys.config import SOURCE, Config
-from nmrun.lab.runs.run_folder import FINAL, own_weights, weights_in
+from nmrun.lab.runs.run_folder import FINAL, expanded, own_weights, weights_in
 from nmrun.oneshot import METHODS
 from nmrun.ranges import value_text
 
@@ -28,12 +28,12 @@ IRRELEVANT = {
         *("log_every", "checkpoint_every"),
     },
 }
-# by key: other keys that have no effect while it is null
+# by key of the trainer: other keys that have no effect while it is null
 DEPENDENT = {
     "distill": {"distill_weight", "distill_temperature"},
     "activations": {"activations_dense_start", "activations_dense_end"},
 }
-# by key: other keys that have no effect unless it is null
+# by key of the trainer: other keys that have no effect unless it is null
 REPLACED = {"steps": {"epochs"}}
 # what decides how many steps a budget of seconds buys
 SPEED = {"device", "deterministic", "threads", "distributed", "acceleration"}
@@ -84,14 +84,15 @@ def changed(before: Mapping[str, Any], config: Config) -> list[str]:
 def _counted(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a group that can change a result, with their values."""
     ignored = {SOURCE, *IRRELEVANT.get(group, ())}
-    if str(values.get("budget")).startswith("seconds:"):
-        ignored -= SPEED
-    for key, others in DEPENDENT.items():
-        if values.get(key) is None:
-            ignored |= others
-    for key, others in REPLACED.items():
-        if values.get(key) is not None:
-            ignored |= others
+    if group == "trainer":  # keys of these names in a group of the user's own are others
+        if str(values.get("budget")).startswith("seconds:"):
+            ignored -= SPEED
+        for key, others in DEPENDENT.items():
+            if values.get(key) is None:
+                ignored |= others
+        for key, others in REPLACED.items():
+            if values.get(key) is not None:
+                ignored |= others
     return {key: item for key, item in values.items() if key not in ignored}
 
 
@@ -110,7 +111,7 @@ def _weights_of(place: str) -> str:
     folder, name = weights_in(place)
     run = folder.result.get("id")
     if run is None:
-        return str(Path(place).expanduser())
+        return str(expanded(place))
     return str(run) if name == FINAL else f"{run}/{name}"
 
 

@@ -5,6 +5,7 @@ mistake gets one line, no traceback.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shutil
 from collections import Counter
@@ -58,6 +59,7 @@ REFUSED = {
     **dict.fromkeys(
         ("hydra.run.dir", "hydra.sweep.dir"), "runs go to output_dir=...; leave it out"
     ),
+    "hydra.searchpath": "--config-dir adds a folder of configs",
     "hydra.mode": "nmrun -m is what makes a sweep; leave it out",
 }
 OF_SWEEPS = ("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
@@ -165,7 +167,7 @@ def read(
     if len(said) > 1:
         line = "the sweeps of an experiment differ in words for Hydra: they have one launcher"
         problems.append(line)
-    jobs: dict[tuple[str, ...], Job] = {}
+    jobs: dict[str, Job] = {}
     launcher, hydras, known = "basic", any(said) or _speak_of_hydra(config_dir), LAUNCHERS["basic"]
     with composing(config_dir):
         for words in sweeps:
@@ -174,6 +176,12 @@ def read(
                     sweep = _Sweep(words, multirun, hydras, problems)
                     launcher, known = sweep.launcher, sweep.known
                     sweep.compose(jobs, cache)
+                    if len(jobs) > MOST_JOBS:
+                        line = (
+                            f"sweeps of {len(jobs):,} jobs or more: one command takes {MOST_JOBS:,}"
+                        )
+                        problems.append(line)
+                        break
             except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
                 named = isinstance(error, yaml.YAMLError) or getattr(error, "filename", None)
                 what = "" if named else f"a file in --config-dir {config_dir}"
@@ -222,8 +230,8 @@ class _Sweep:
         overrides, unreadable = command_line.parsed(words)
         self.problems += unreadable
         loader = GlobalHydra.instance().config_loader()
-        named = [str(o.value()) for o in overrides if o.key_or_group == LAUNCHER]
-        self.launcher = named[-1] if named else "basic"
+        named = [command_line.values(o, []) for o in overrides if o.key_or_group == LAUNCHER]
+        self.launcher = ",".join(map(str, named[-1])) if named else "basic"
         self.known = LAUNCHERS.get(self.launcher, OTHER)
         said = [(str(o.input_line), o.key_or_group, o.value()) for o in overrides]
         missing = _refused(said, heard=True) + _not_here(self.launcher, loader)
@@ -249,18 +257,18 @@ class _Sweep:
         self.problems += missing
         for_hydra = [o for o in overrides if command_line.is_hydras(o.key_or_group)]
         self.for_hydra = [override.input_line or "" for override in for_hydra]
-        search_path = [word for word in self.for_hydra if word.startswith("hydra.searchpath")]
         if missing:  # then what is said to it is left out
-            self.for_hydra = [w for w in self.for_hydra if not w.startswith(OF_SWEEPS)]
+            out = (*OF_SWEEPS, *REFUSED)
+            self.for_hydra = [w for w in self.for_hydra if not w.lstrip("+~").startswith(out)]
         # the last word for a key counts
         written = {o.key_or_group: o for o in overrides if o not in for_hydra}
-        groups = loader.get_group_options("", ObjectType.GROUP, overrides=search_path)
+        groups = loader.get_group_options("", ObjectType.GROUP)
         self.groups = {group for group in groups if group != "hydra"}
         self.count = 1  # of jobs
         self.overrides: list[Override] = []
         for key, override in written.items():
             in_group = key in self.groups
-            options = loader.get_group_options(key, overrides=search_path) if in_group else None
+            options = loader.get_group_options(key) if in_group else None
             self._read(key, override, options)
         if not multirun and (line := _not_sparse(self.overrides)):
             self.problems.append(line)
@@ -309,20 +317,20 @@ class _Sweep:
             if count > 1:
                 yield f"{line}: {word} is there twice"
 
-    def compose(self, jobs: dict[tuple[str, ...], Job], cache: Cache) -> None:
-        """Compose and check each job, and add those that are not there yet."""
+    def compose(self, jobs: dict[str, Job], cache: Cache) -> None:
+        """Compose and check each job, and add those that are not there yet, by what they come to:
+        sweeps may share runs, and a dense run is the same whatever its ratio."""
         if self.count > MOST_JOBS:
             line = f"a sweep of {self.count:,} jobs: one command takes {MOST_JOBS:,}"
             self.problems.append(line)
             return
-        every = command_line.each_once(composition.product(self.overrides))
+        products = composition.product(self.overrides)
+        every = [list(map(command_line.unescaped, words)) for words in products]
         wrong: list[str] = []
         # by key that is not in the configs of some jobs: their words, and the keys that there are
         unknown: dict[str, tuple[list[str], set[str]]] = {}
         having = Counter[str]()
         for words in every:
-            if tuple(words) in jobs:
-                continue
             config, values = of_groups([*self.for_hydra, *words], cache)
             for override in values:
                 key = override.key_or_group
@@ -337,7 +345,9 @@ class _Sweep:
                     keys |= {*plain, *flatten(plain)}
                     having[key] += 1
             try:
-                jobs[tuple(words)] = Job(words, schema.check(config, self.unsure))
+                checked = schema.check(config, self.unsure)
+                job = Job(command_line.alone(words), checked)
+                jobs.setdefault(json.dumps(checked.plain), job)
             except ConfigError as error:
                 wrong += error.problems
         for key, (of_jobs, keys) in unknown.items():
@@ -351,14 +361,15 @@ class _Sweep:
 
 def _put(config: DictConfig, override: Override) -> bool:
     """Set, add or delete a key; returns False if it does not exist and must not be added."""
-    above = override.key_or_group.rpartition(".")[0]
+    above, _, leaf = override.key_or_group.rpartition(".")
     changes = not (override.is_add() or override.is_force_add() or override.is_delete())
-    if changes and above and not isinstance(OmegaConf.select(config, above), DictConfig):
+    group = OmegaConf.select(config, above) if above else config
+    if changes and not isinstance(group, DictConfig):
         return False
     try:
         composition.put(config, override)
     except ConfigCompositionException as error:
-        if not changes or of_interrupt(error):
+        if not changes or leaf in [*group] or of_interrupt(error):
             raise
         return False
     return True
@@ -387,7 +398,9 @@ def _wrong_option(group: str, option: str, options: list[str]) -> str | None:
         except PatternError as error:
             return f"sparsity={option}: {error}; or dense"
         return None if ":" in option else f"sparsity={option}: write it with a colon"
-    if option in options or (os.sep in option and option[0] not in "./~"):
+    sources = GlobalHydra.instance().config_loader().get_sources()
+    below = os.sep in option and option[0] not in "./~"  # a folder of the group
+    if option in options or (below and any(s.is_config(f"{group}/{option}") for s in sources)):
         return None
     return suggestions.option(group, option, options)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -27,7 +28,7 @@ from nmrun.lab.keys.datasets import RUNNING_TEXT
 from nmrun.lab.keys.models import Model
 from nmrun.lab.keys.options import NAMED, UNNAMED, Field, recipe_facts
 from nmrun.lab.runs import run_folder
-from nmrun.lab.runs.run_folder import own_weights, weights_in
+from nmrun.lab.runs.run_folder import expanded, own_weights, weights_in
 from nmrun.patterns import Pattern, PatternError, written
 from nmrun.ranges import AS_DENSE, START, TEXT, Check, converted, is_path, value_text, wrong_values
 from nmrun.recipes import RECIPES, installed
@@ -57,6 +58,8 @@ def check(composed: DictConfig, unsure: Collection[str] = ()) -> Config:
     both are the same run.
     """
     plain = resolve(composed)
+    if isinstance(plain.get("output_dir"), str):
+        plain["output_dir"] = str(expanded(plain["output_dir"]))
     raise_all(problems(plain, unsure))
     for key, value in converted(*_checked(plain)).items():
         _put(plain, key, value)
@@ -194,6 +197,12 @@ def _wrong_own(group: str, content: dict[str, Any]) -> Iterator[tuple[str, str]]
     elif name is not None and not re.fullmatch(r"(?!\.+$)[\w.-]+", str(name)):
         takes = "it names a folder: letters, digits, and . _ -, and not points alone"
         yield f"{group}.name={name}: {takes}", f"{group}.name"
+    for key, value in content.items():
+        try:
+            json.dumps(value, sort_keys=True)  # as an id is made
+        except TypeError:
+            takes = "numbers, texts, true, false, null, and lists and dictionaries of them"
+            yield f"{group}.{key}: it takes {takes}, with keys of one kind", f"{group}.{key}"
 
 
 def _recipe_name(recipe: dict[str, Any]) -> str:
@@ -399,9 +408,9 @@ def _no_weights(plain: dict[str, Any]) -> Iterator[str]:
     for key, place in options.weights_named(plain).items():
         folder, name = weights_in(place)
         # a recipe takes any file, of a run or not
-        taken = key.startswith("recipe.") and Path(place).expanduser().is_file()
+        taken = key.startswith("recipe.") and expanded(place).is_file()
         if not (taken or own_weights(place)) and (why := folder.without(name)):
-            path = Path(place).expanduser()
+            path = expanded(place)
             if key == "init" and path.is_file():
                 why = f"a file of weights is {', '.join(run_folder.OWN)}"
             elif (
@@ -441,7 +450,7 @@ def _no_pretrained(dataset: dict[str, Any], model: dict[str, Any]) -> Iterator[s
             yield f"dataset.tokenizer={str(dataset['tokenizer']).lower()}: it takes {TEXT.allowed}"
     for key, place in named.items():
         folder = str(place).startswith(("/", "./", "../", "~"))
-        if folder and not Path(str(place)).expanduser().is_dir():
+        if folder and not expanded(str(place)).is_dir():
             yield f"{key}={place}: there is no such folder"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nmrun.lab.keys import options
+from nmrun.lab.keys.models import Model
 from nmrun.oneshot import METHODS
 from nmrun.ranges import is_path
 from nmrun.registry import nearest, no_such
@@ -54,7 +55,7 @@ MEANT = {word: key for key, words in ELSEWHERE.items() for word in words}
 TABLE = {
     "leave it out: nmrun recipe=sr_ste sparsity=2:4 is a run": "train fit run start launch main finetune train.py",
     "-m makes a sweep, as in nmrun -m recipe=dense,sr_ste seed=0,1,2": "sweep multirun grid agent --sweep",
-    "nmrun tune NAME -m ... searches settings": "hpo search optimize",
+    "nmrun tune NAME ... searches settings": "hpo search optimize",
     "each run evaluates itself; nmrun table outputs shows it": "eval evaluate test val validate",
     "write nmrun status": "list ls ps runs show history log logs",
     "write nmrun table outputs": "results leaderboard summary",
@@ -158,6 +159,8 @@ def line(key: str, keys: Iterable[str]) -> str:
 
 
 def _hint(key: str, group: str, leaf: str, keys: set[str], siblings: set[str]) -> str:
+    if "model._target_" in keys and key in (f"model.{each}" for each in options.fields(Model)):
+        return f"; a network of your own takes it as +{key}="
     if group and (having := owners(group, leaf)):
         return _belongs(leaf, group, having)
     if how := INSTEAD.get(f"{leaf.lower()}="):

@@ -16,6 +16,7 @@ from nmrun.lab.export.finished_run import FinishedRun, SparseLayer
 from nmrun.lab.keys.models import GPT
 from nmrun.lab.keys.options import CLASSES, kind
 from nmrun.lab.models.hugging_face import TRANSPOSED, EncoderClassifier
+from nmrun.lab.runs.run_folder import expanded
 from nmrun.lab.tasks.hugging_face import fetch, quiet
 from nmrun.lab.tasks.text.files import LEVELS
 from nmrun.sparsity.check import check_nm
@@ -50,7 +51,7 @@ def write(run: FinishedRun, folder: Path) -> list[str]:
     notes, state = _tokenizer(run, folder), network.state_dict()
     if name in ("hf_gpt2", "hf_causal"):  # such as the tokens that end a text, if it says them
         with contextlib.suppress(OSError, ValueError), quiet():  # none, or one that cannot be
-            pretrained = str(Path(options["pretrained"]).expanduser())
+            pretrained = str(expanded(options["pretrained"]))
             generation = transformers.GenerationConfig.from_pretrained(pretrained)
             network.generation_config = generation
     if name == "hf_encoder" and "head.weight" not in names:

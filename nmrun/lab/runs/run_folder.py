@@ -59,6 +59,11 @@ FINISHED = {
 }
 
 
+def expanded(place: Path | str) -> Path:
+    """A path with the home folder for ``~``; that of a user whom nobody knows stays as it is."""
+    return Path(os.path.expanduser(place))
+
+
 def make_folder(folder: Path, output_dir: str) -> None:
     """Raises ConfigError where the folder, which is below the output folder, cannot be made or
     written to."""
@@ -297,14 +302,14 @@ class RunFolders(dict[str, RunFolder]):
 def weights_in(place: Path | str) -> tuple[RunFolder, str]:
     """The run and the file of its weights that a key such as ``init`` names: a folder names the
     last ones."""
-    path = Path(place).expanduser()
+    path = expanded(place)
     named = path.suffix == ".safetensors"
     return (RunFolder(path.parent), path.name) if named else (RunFolder(path), FINAL)
 
 
 def own_weights(place: Path | str) -> Path | None:
     """The file of weights that such a key names, where it is none of a run's."""
-    path = Path(place).expanduser()
+    path = expanded(place)
     is_own = path.suffix in OWN and path.name not in WEIGHTS and path.is_file()
     return path if is_own else None
 

@@ -47,6 +47,8 @@ def main(argv: list[str]) -> int:
     all that is wrong."""
     options = composition.options(argv)
     flags = [word for word in argv if word not in options.overrides]
+    if options.shell_completion:
+        _check_completion(options.overrides)
     if options.hydra_help or options.shell_completion:
         _hydra(flags, options.overrides)
         return 0
@@ -78,6 +80,14 @@ def main(argv: list[str]) -> int:
         lines, bad = sweep.summary(folder)
     print(lines)
     return max(status, bad)
+
+
+def _check_completion(words: Sequence[str]) -> None:
+    """Raise ConfigError for what Hydra's completion fails at."""
+    what, _, shell = words[0].partition("=") if len(words) == 1 else ("", "", "")
+    known = what in ("install", "uninstall") or (what == "query" and "COMP_LINE" in os.environ)
+    if not known or shell not in ("bash", "fish", "zsh"):
+        raise ConfigError("-sc: it takes install=SHELL or uninstall=SHELL, with bash, fish or zsh")
 
 
 def checked(overrides: list[str], multirun: bool, config_dir: str | None = None) -> Command:

@@ -6,10 +6,10 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from nmrun.errors import ConfigError, first_line, needs, refused
+from nmrun.lab.runs.run_folder import expanded
 
 # A network's vocabulary is made longer than its tokenizer's, by rows that no token has (1.8 % of
 # Phi-2's). More is another tokenizer.
@@ -28,7 +28,7 @@ def fetch(kind: str, key: str, source: str, **options: Any) -> Any:
     said = f"{key}={source}: cannot be loaded, as a folder or by its name on the hub: "
     with refused(said, Exception), quiet():  # each kind of file and network has errors of its own
         # else it would ask the user
-        return loader(str(Path(source).expanduser()), trust_remote_code=False, **options)
+        return loader(str(expanded(source)), trust_remote_code=False, **options)
 
 
 def rows(setting: str, *what: Any, split: str, **options: Any) -> Any:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from nmrun import atomic
 from nmrun.errors import ConfigError
 from nmrun.lab.runs import locks
+from nmrun.lab.runs.run_folder import expanded
 
 HOME = "~/.cache/nmrun"
 
@@ -23,18 +24,18 @@ _compared: set[Path] = set()  # files whose hashes this process has compared
 
 def data_folder() -> Path:
     """``NMRUN_DATA``, default ``~/.cache/nmrun``; it may not exist."""
-    return Path(os.environ.get("NMRUN_DATA", HOME)).expanduser()
+    return expanded(os.environ.get("NMRUN_DATA", HOME))
 
 
 def cache_folder() -> Path:
     """``NMRUN_CACHE``, default ``~/.cache/nmrun/derived``; it may not exist."""
-    return Path(os.environ.get("NMRUN_CACHE", f"{HOME}/derived")).expanduser()
+    return expanded(os.environ.get("NMRUN_CACHE", f"{HOME}/derived"))
 
 
 def path_of(*names: str) -> Path:
     """The first of some files or folders that is below ``NMRUN_DATA``, or else in the current folder;
     the last place where none is there."""
-    paths = [Path(name).expanduser() for name in names]
+    paths = [expanded(name) for name in names]
     places = [place for path in paths for place in (data_folder() / path, path)]
     return next((place for place in places if place.exists()), places[-1])
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nmrun import recipes
 from nmrun.errors import ConfigError, refused
 from nmrun.fast.measurement import Choice, from_data
 from nmrun.kernels import compiler
@@ -145,7 +146,12 @@ def assembled(
     for key, place in options.weights_named(config.plain).items():
         if key.startswith("recipe."):  # the others have been read
             weights.check(place, f"{key}={place}")
-    with refused("", ValueError, TypeError):
+    name = config.recipe.target or config.recipe.name
+    kind = recipes.find(name)
+    with refused("", TypeError):
+        recipes.check_names(name, kind, config.recipe.options)
+    # what else the user's own code raises is an error in it, of which run.log has the traceback
+    with refused("", *(() if config.recipe.target else (ValueError, TypeError))):
         if total_steps is None:
             total_steps = _planned_steps(config, task, whole, device)
             if not (trainer.budget or "").startswith("seconds:"):  # whose length a trial says

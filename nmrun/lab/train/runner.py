@@ -223,6 +223,11 @@ class _Run:
 
     def _written(self, outcome: dict[str, Any]) -> dict[str, Any]:
         loop, place = self.loop, None
+        if loop is None and RunFolder(self.folder).finished() is not None:
+            # asked for anew by force=true, and ended before it began
+            results.say(outcome, self.folder, self.console, loop)
+            self.console.say("  the run that finished there before is as it was")
+            return outcome
         if loop:
             outcome = results.training(loop, outcome["status"]) | outcome
             place = loop.parts.device, loop.parts.precision

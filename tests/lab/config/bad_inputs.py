@@ -65,6 +65,7 @@ KEYS = {
     "recipe@model=ste": "recipe@model=ste: write it without @model",
     "++foo=1": "no such key",
     "+seed=1": "write it without +",
+    "--config-dir mine model=named model.exclude=head": "a network of your own takes it as +model.exclude=",
 }
 
 # what else a key refuses: test_schema.py
@@ -87,6 +88,8 @@ VALUES = {
     "optimizer=sgd recipe=ste optimizer.nesterov=true optimizer.momentum=0": "momentum above 0",
     **{f"seed={value}": "seed" for value in ("abc", "99999999999999999999999", "18446744073709551616")},
     "dry=maybe": "true or false",
+    "'output_dir=\"a${b\"'": "no viable alternative at input '${b'",
+    "+model._target_=math.sin model.name=x '+model.map={1: a, b: c}'": "model.map: it takes numbers, texts",
     "sparsity.pad=on": "true or false",
     "track.also=[neptune]": "a list of tensorboard and mlflow",
     "track.tags=mine": "a list of texts",
@@ -161,6 +164,8 @@ SWEEPS = {
     "zip=seed,recipe": "add -m",
     "-m recipe=glob(q*)": "matches nothing",
     "-m seed=range(0,0)": "seed=range(0,0): there is no value in it",
+    "-m seed=range(0,1,0)": "seed=range(0,1,0): a range takes a step other than 0",
+    "-m zip=seed,recipe seed=range(0,1,0) recipe=ste,asp": "a range takes a step other than 0",
     "-m seed=0,0,1": "seed=0,0,1: 0 is there twice",
     "-m model.hidden=[8,8],[8,8] model=mlp": "[8, 8] is there twice",
     "-m recipe=ste,sr_ste recipe.decay=0,1": "no such key with recipe=ste",
@@ -185,6 +190,9 @@ SWEEPS = {
     "-m detach=true seed=0,1": "add -m and launcher=slurm",
     "-m hydra/sweeper=optuna hydra.sweeper.n_trials=20 seed=0,1": "nmrun tune",
     "-m hydra.launcher.n_jobz=2 seed=0,1": "hydra.launcher.n_jobz",
+    "-m launcher=joblib,basic seed=0,1": "launcher=joblib,basic: no such launcher",
+    "-m launcher=joblib hydra.searchpath=[file:///x] seed=0,1": "--config-dir adds a folder of configs",
+    "hydra.searchpath=[file:///x] seed=0": "--config-dir adds a folder of configs",
     "-m hydra.nosuch=2 seed=0,1": "hydra.nosuch",
     "-m hydra/launcher=joblib hydra.launcher.n_jobs=0 seed=0,1": "1 or more",
     "-m hydra.job.chdir=true seed=0,1": "output_dir",
@@ -208,6 +216,10 @@ WORDS = {
     "--config-dir nowhere": "no such folder",
     "--cfg": "expected one argument",
     "--cfg jobs": "invalid choice",
+    **{
+        f"-sc {word}": "-sc: it takes install=SHELL or"
+        for word in ("", "foo", "install=tcsh", "query=bash")
+    },
     "seed": "no such verb",
     "seed=1 seed": "cannot be read as key=value",
     "=1": "cannot be read as key=value",
@@ -344,6 +356,8 @@ TOOLS = {
         "leave it out: nmrun recipe=",
     ),
     **dict.fromkeys(("sweep", "agent abc", "--sweep"), "-m makes a sweep"),
+    "hpo": "nmrun tune NAME ... searches settings",
+    "dataset=data/flowers": "dataset=image_folder dataset.path=data/flowers",
     **dict.fromkeys(
         ("--jobs 4", "-m seed=0,1 -j 4", "-m hydra.launcher.jobs=2 seed=0,1", "-m hydra.launcher.n_jobs=2 seed=0,1", "n_jobs=2"),
         "launcher=joblib launcher.n_jobs=4",

@@ -132,7 +132,6 @@ def test_the_dense_run_of_a_sweep_is_one_job_without_a_ratio(capsys):
         "nmrun recipe=dense debug=fast output_dir=out",
         "nmrun recipe=ste sparsity=2:4 debug=fast output_dir=out",
         "nmrun recipe=ste sparsity=1:8 debug=fast output_dir=out",
-        "nmrun sparsity=dense debug=fast output_dir=out",
     ]
     assert capsys.readouterr().err == ""
 
@@ -221,6 +220,21 @@ def test_a_verb_that_raises_gets_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "nmrun: no\nnmrun: never\nnmrun: it broke here\n"
 
 
+@pytest.mark.parametrize("world", [None, "1", ""])
+def test_a_process_alone_speaks_whatever_its_rank(world, monkeypatch, capsys):
+    """As in a shell or a container of a job whose scheduler sets RANK."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world is not None:
+        monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setattr(sys, "argv", ["nmrun", "--version"])
+    assert cli.main() == 0
+    assert capsys.readouterr().out.startswith("nmrun ")
+    monkeypatch.setattr(sys, "argv", ["nmrun", "tabel"])
+    assert cli.main() == 2
+    assert "did you mean table?" in capsys.readouterr().err
+
+
 # --- what the machine lacks -----------------------------------------------------------------------
 
 
@@ -275,6 +289,41 @@ def test_a_name_that_is_too_long(words, tmp_path):
     assert process.stderr.startswith("nmrun: output_dir=xxx")
     assert "File name too long" in process.stderr
     assert process.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", [
+    "init=PLACE", "dataset=image_folder dataset.path=PLACE", "--config-dir PLACE recipe=ste",
+    "trainer.distill=PLACE", "status PLACE",
+])  # fmt: skip
+def test_a_place_that_the_system_refuses_to_look_at(line, monkeypatch, capsys, tmp_path):
+    """As too long a name, and one below a folder that is not to be read."""
+    monkeypatch.chdir(tmp_path)
+    place = "x" * 300
+    monkeypatch.setattr(sys, "argv", ["nmrun", *line.replace("PLACE", place).split()])
+    assert cli.main() == 2
+    said = capsys.readouterr().err
+    assert said.startswith("nmrun: ")
+    assert place in said
+    assert "File name too long" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("key", "more"), [
+    ("init", ""),
+    ("trainer.distill", ""),
+    ("recipe.masks", "recipe=maskllm"),
+    ("dataset.path", "dataset=image_folder"),
+    ("dataset.train", "dataset=text model=gpt_tiny"),
+    ("model.pretrained", "dataset=glue model=hf_encoder"),
+    ("dataset.tokenizer", "dataset=glue model=hf_encoder"),
+])  # fmt: skip
+def test_the_folder_of_a_user_whom_nobody_knows(key, more, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["nmrun", *more.split(), f'{key}="~nobody_here/x"'])
+    assert cli.main() == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"nmrun: {key}=~nobody_here/x: ")
+    assert said.count("\n") == 1
 
 
 def test_what_takes_a_moment_is_told_until_the_next_line(monkeypatch):

@@ -144,6 +144,16 @@ def test_a_class_of_ones_own_counts_with_its_module_and_hyperparameters():
         assert not same(first, checked("recipe=custom", **{**keys, **change}))
 
 
+@pytest.mark.parametrize(
+    "key",
+    ["distill_weight", "distill_temperature", "activations_dense_start", "activations_dense_end", "epochs"],
+)  # fmt: skip
+def test_a_key_of_ones_own_that_the_trainer_has_too_counts(key):
+    keys = {"recipe._target_": "pack.Mine", "recipe.steps": 3}
+    one, other = (checked("recipe=custom", **keys, **{f"recipe.{key}": n}) for n in (1, 2))
+    assert not same(one, other)
+
+
 def test_ten_digits_that_depend_on_neither_order_nor_process():
     config = checked("recipe=sr_ste", **{"recipe.decay": 0.25})
 
@@ -177,6 +187,13 @@ def test_the_folder_says_what_it_is_and_goes_on_any_file_system():
     assert same(
         config, checked("recipe=ste,model=mlp,sparsity=3:16", seed=7, output_dir="elsewhere")
     )
+
+
+def test_an_output_folder_may_be_below_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = checked(output_dir="~/out")
+    assert run_folder(config).is_relative_to(tmp_path / "out")
+    assert config.plain["output_dir"] == str(tmp_path / "out")
 
 
 def test_what_decays_is_what_it_comes_to():

@@ -5,7 +5,6 @@ folders and classes of one's own.
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import pytest
 from hydra import compose
@@ -51,12 +50,14 @@ def test_each_job_of_a_sweep_is_as_hydra_composes_it(axes):
         [f"{key}={value}" for key, value in zip(axes, job, strict=True)]
         for job in product(*axes.values())
     ]
-    once = command_line.each_once(jobs)
     asked = precheck.read([words], multirun=True)
+    expected: list[schema.Config] = []
     with composing():
-        assert [(job.words, job.config) for job in asked.jobs] == [
-            (words, schema.check(compose("nmrun", words))) for words in once
-        ]
+        for job in jobs:
+            config = schema.check(compose("nmrun", job))
+            expected += [config] if config not in expected else []
+        alone = [schema.check(compose("nmrun", job.words)) for job in asked.jobs]
+    assert [job.config for job in asked.jobs] == expected == alone
 
 
 def test_a_key_may_refer_to_another_that_is_swept():
@@ -82,25 +83,52 @@ def test_keys_of_an_option_that_there_is_not_are_left_alone():
     assert epochs.startswith("trainer.epochs=-1")
 
 
-def test_each_job_is_there_once(monkeypatch):
-    """Dense training has no ratio, and sweeps may share runs; a job is checked once."""
-    checked: list[Any] = []
-    check = schema.check
-    monkeypatch.setattr(schema, "check", lambda *args: checked.append(args) or check(*args))
-    ratios = ["recipe=dense,ste", "sparsity=1:4,2:4", "seed=0"]
-    asked = precheck.read([ratios, ["recipe=dense", "seed=0,1"]], multirun=True)
-    assert [job.words for job in asked.jobs] == [
-        ["recipe=dense", "seed=0"],
-        ["recipe=ste", "sparsity=1:4", "seed=0"],
-        ["recipe=ste", "sparsity=2:4", "seed=0"],
-        ["recipe=dense", "seed=1"],
-    ]
-    assert len(checked) == len(asked.jobs)
+@pytest.mark.parametrize(
+    ("sweeps", "once"),
+    [
+        (["recipe=dense,ste sparsity=1:4,2:4 seed=0", "recipe=dense seed=0,1"],
+         ["recipe=dense seed=0", "recipe=ste sparsity=1:4 seed=0", "recipe=ste sparsity=2:4 seed=0", "recipe=dense seed=1"]),
+        (["recipe=sr_ste,step sparsity=dense,2:4"],
+         ["sparsity=dense", "recipe=sr_ste sparsity=2:4", "recipe=step sparsity=2:4"]),
+        (["recipe=dense,ste sparsity.pad=true,false"],
+         ["recipe=dense", "recipe=ste sparsity.pad=True", "recipe=ste sparsity.pad=False"]),
+        (["recipe=dense,asp,step sparsity=dense seed=0,1"], ["sparsity=dense seed=0", "sparsity=dense seed=1"]),
+        (["recipe=ste,dense track=local,wandb"],
+         ["recipe=ste track=local", "recipe=ste track=wandb", "recipe=dense track=local", "recipe=dense track=wandb"]),
+    ],
+)  # fmt: skip
+def test_each_job_is_there_once(sweeps, once):
+    """Dense training has no ratio, and sweeps may share runs."""
+    asked = precheck.read([sweep.split() for sweep in sweeps], multirun=True)
+    assert [" ".join(job.words) for job in asked.jobs] == once
 
 
 def test_a_command_has_so_many_jobs_and_no_more():
     (problem,) = mistakes(["seed=range(0,200)", "trainer.epochs=range(1,101)"], multirun=True)
     assert "20,000" in problem
+
+
+def test_the_rows_of_a_zip_are_jobs_of_one_command(monkeypatch):
+    monkeypatch.setattr(precheck, "MOST_JOBS", 5)
+    words = ["zip=sparsity,optimizer.lr", "sparsity=2:4,1:4", "optimizer.lr=1e-3,3e-3"]
+    few, many = (
+        command_line.expand([*words, f"seed={seeds}"], multirun=True) for seeds in ("0,1", "0,1,2")
+    )
+    assert len(precheck.read(few, multirun=True).jobs) == 4
+    with pytest.raises(ConfigError, match="one command takes 5"):
+        precheck.read(many, multirun=True)
+
+
+def test_an_option_may_lie_in_a_folder_of_its_group(tmp_path):
+    (tmp_path / "optimizer" / "mine").mkdir(parents=True)
+    file = tmp_path / "optimizer" / "mine" / "slow.yaml"
+    file.write_text("# @package optimizer\ndefaults: [/optimizer/sgd@_here_]\nlr: 0.125\n")
+    words = ["optimizer=mine/slow", "recipe=ste"]
+    (job,) = precheck.read([words], config_dir=str(tmp_path)).jobs
+    assert job.config.optimizer.lr == 0.125
+    for place, option in ((None, "mine/slow"), (str(tmp_path), "mine/slwo")):
+        (problem,) = mistakes([f"optimizer={option}"], config_dir=place)
+        assert problem.startswith(f"optimizer={option}: no such optimizer")
 
 
 def test_a_folder_of_configs(tmp_path):

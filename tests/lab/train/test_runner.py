@@ -304,6 +304,28 @@ def test_a_forced_run_that_was_cut_off_goes_on(tmp_path, capsys):
     assert not went_on(forced)  # nobody knows how it ended
 
 
+@pytest.mark.parametrize(
+    ("error", "status"), [(KeyError("mine"), "failed"), (KeyboardInterrupt(), "interrupted")]
+)
+def test_a_forced_run_that_ends_before_it_begins_leaves_the_finished_one(
+    error, status, tmp_path, monkeypatch, capsys
+):
+    cfg, forced = (config(tmp_path, "recipe=ste", *words) for words in ((), ("force=true",)))
+    folder, first = run_folder(cfg), run(cfg)
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "run.log"}
+
+    def broken(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "assembled", broken)
+        assert run(forced)["status"] == status
+    assert "is as it was" in capsys.readouterr().out
+    assert before == {name: (folder / name).read_bytes() for name in before}
+    assert run(cfg) == {**first, "status": "skipped"}
+    assert run(forced)["status"] == "finished"
+
+
 def test_the_run_that_another_began_with_may_be_moved_meanwhile(tmp_path, monkeypatch):
     first = run_folder(config(tmp_path, "recipe=dense"))
     run(config(tmp_path, "recipe=dense"))

@@ -184,6 +184,7 @@ def test_ranks_of_a_machine_share_its_cores(cores, here, asked, workers, tmp_pat
 @pytest.mark.parametrize(("count", "parts"), [(8, 2), (7, 2), (3, 1), (1, 2), (0, 2)])
 def test_each_micro_batch_is_one_ranks(count, parts, monkeypatch):
     shares = []
+    monkeypatch.setenv("WORLD_SIZE", str(WORLD))
     for rank in range(WORLD):
         monkeypatch.setenv("RANK", str(rank))
         shares.append(ranks.share(count, parts))

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from nmrun.errors import ConfigError, needs, refused
 from nmrun.lab.keys.datasets import Fractions, HubText, StdlibText, TextFiles, TokenBin, Tokenized
+from nmrun.lab.runs.run_folder import expanded
 from nmrun.lab.tasks import hugging_face, storage
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def of_texts(
     if tokenizer in ("byte", "character"):  # too fast to be worth a look into the cache
         arrays = encoded()
     else:
-        place = Path(tokenizer).expanduser()
+        place = expanded(tokenizer)
         tokenizer_files = [path for path in (place, place / "tokenizer.json") if path.is_file()]
         arrays = storage.cached(
             [what[0], tokenizer, *what[1:]], [*sources, *tokenizer_files], encoded
@@ -205,7 +206,7 @@ def _decoded(texts: Mapping[str, bytes], tokenizer: str) -> dict[str, str]:
 def _of_hugging_face(name: str) -> Codec:
     with needs(f"dataset.tokenizer={name}: other than {', '.join(LEVELS)}", "transformers"):
         from tokenizers import Tokenizer
-    place = Path(name).expanduser()
+    place = expanded(name)
     file = place / "tokenizer.json" if place.is_dir() else place
     none = f"dataset.tokenizer={name}: not {', '.join(LEVELS)}, and no tokenizer has that name: "
     with refused(none, Exception):  # the library raises bare Exceptions
