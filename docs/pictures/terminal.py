@@ -12,6 +12,7 @@ import os
 import pty
 import re
 import shlex
+import shutil
 import struct
 import sys
 import tempfile
@@ -40,7 +41,8 @@ def main() -> None:
         def trains(lines: list[str]) -> bool:
             return any(line.lstrip().startswith(AT) and " < " in line for line in lines)
 
-        draw("run", [*prompt(RUN), *recorded(f"{RUN} track=local output_dir=apart", trains)])
+        draw("run", [*prompt(RUN), *recorded(f"{RUN} track=local", trains)])
+        shutil.rmtree("outputs")  # the table is of the sweep alone
         swept = recorded(f"{SWEEP} track=local")
         shown = [*swept[:HEAD], Text("..."), *swept[-TAIL:]]
         draw("sweep", [*prompt(SWEEP), *shown, Text(), *prompt(TABLE), *recorded(TABLE)])
