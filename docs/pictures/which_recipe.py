@@ -39,7 +39,7 @@ MOST = 8.0  # deviations of a run, at which the colours end
 
 @dataclass(frozen=True)
 class Task:
-    """Four columns of the picture.
+    """A column of the picture for each ratio.
 
     Attributes:
         title: what was trained, on what, and how.
@@ -47,6 +47,8 @@ class Task:
         unit: of a difference, as the title names it.
         scale: by what a difference is multiplied; negative where lower is better.
         optimizer: which of its runs.
+        ratios: at which it was run.
+        tuned: whether each recipe had trials; without, its rate is dense training's.
     """
 
     title: str
@@ -54,6 +56,8 @@ class Task:
     unit: str
     scale: float
     optimizer: str = ""
+    ratios: tuple[str, ...] = RATIOS
+    tuned: bool = True
 
     @property
     def path(self) -> Path:
@@ -71,6 +75,7 @@ TASKS = (
     Task("GPT, 0.4M weights\nWikiText-2", "wikitext", "perplexity", -1),
     Task("Transformer, 0.9M\nMulti30k", "translation", "BLEU", 1),
     Task("MiniLM, fine-tuned\n2,000 texts of SST-2", "finetuning", "points", 100),
+    Task("ResNet-18\nuntuned", "resnet18", "points", 100, ratios=("1:8",), tuned=False),
 )
 
 
@@ -92,9 +97,9 @@ def cells(task: Task) -> pd.DataFrame:
 
 
 def multiplications(ratio: str) -> dict[str, float]:
-    """The multiplications of training over the dense ones, at a ratio: means over the tasks."""
+    """The multiplications of training over the dense ones, at a ratio: means over the tuned tasks."""
     shares: dict[str, list[float]] = {}
-    for task in TASKS:
+    for task in filter(lambda task: task.tuned, TASKS):
         runs = nmrun.runs(task.path)
         runs = runs[runs.sparsity == ratio]
         share = runs["flops/training_arithmetic"] / runs["flops/training_dense"]
@@ -104,17 +109,21 @@ def multiplications(ratio: str) -> dict[str, float]:
 
 
 def draw(axes: Axes) -> None:
-    for number, task in enumerate(TASKS):
-        found, left = cells(task), number * (len(RATIOS) + 0.4)
+    left = 0.0
+    for task in TASKS:
+        found, wide = cells(task), max(len(task.ratios), 3)  # the title needs three
+        middle = left + (wide - 1) / 2
         below = f"{task.unit}; dense {found.dense.iloc[0]:.{task.digits - 1}f}"
-        axes.text(left + 1.5, -1.9, task.title, ha="center", va="bottom", fontsize=7)
-        axes.text(left + 1.5, -1.55, below, ha="center", va="center", fontsize=6.5)
-        for column, ratio in enumerate(RATIOS):
-            axes.text(left + column, -0.85, ratio, ha="center", va="center", fontsize=7)
+        axes.text(middle, -1.9, task.title, ha="center", va="bottom", fontsize=7)
+        axes.text(middle, -1.55, below, ha="center", va="center", fontsize=6.5)
+        for column, ratio in enumerate(task.ratios):
+            x = middle + column - (len(task.ratios) - 1) / 2
+            axes.text(x, -0.85, ratio, ha="center", va="center", fontsize=7)
             for row, recipe in enumerate(RECIPES):
                 if (recipe, ratio) in found.index:
-                    cell(axes, left + column, row, found.loc[recipe, ratio], task.digits)
-    end = len(TASKS) * (len(RATIOS) + 0.4)
+                    cell(axes, x, row, found.loc[recipe, ratio], task.digits)
+        left += wide + 0.4
+    end = left
     for column, (title, texts) in enumerate(prices()):
         axes.text(end + 1.5 * column, -0.85, title, ha="center", va="bottom", fontsize=6.5)
         for row, recipe in enumerate(RECIPES):
