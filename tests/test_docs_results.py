@@ -84,15 +84,17 @@ def test_the_commands_of_a_page_make_its_runs(page):
         configs = precheck.configs(every, scale.removeprefix("scale="), changes)
         jobs |= {identity(config): config for config in configs}
     texts = {config.plain["dataset"].get("sha256") for config in jobs.values()}
-    files = re.findall(r"\]\((\w+\.csv)\)", text)
-    assert files
-    for file in files:
+    made = 0  # files; other commands of the page may have made others
+    for file in re.findall(r"\]\((\w+\.csv)\)", text):
         runs = pd.read_csv(RESULTS / file, dtype=str)
         if "id" not in runs or "tuned.cell" in runs:  # `nmrun tune` made them
             continue
         if not set(runs.get("dataset.sha256", pd.Series(dtype=str)).dropna()) <= texts:
             pytest.skip("the text is another Python's standard library")
-        assert set(runs["id"]) <= jobs.keys()
+        if not jobs.keys().isdisjoint(runs["id"]):
+            assert set(runs["id"]) <= jobs.keys()
+            made += 1
+    assert made
 
 
 @pytest.mark.slow

@@ -385,7 +385,7 @@ TOOLS = {
     "model=unknown": "nmrun help model lists all",
     "help sweep": "-m makes a sweep",
     "dataset=/my/images": "dataset=image_folder dataset.path=/my/images",
-    "dataset.image_size=64": "dataset.resolution belongs to dataset=image_folder",
+    "dataset.image_size=64": "dataset.resolution belongs to dataset=cifar10, ",
     "table . baseline=dense": "baseline=dense: no such folder of runs",
     "report . --to a.html": "nmrun report --help lists what it takes",
     "--config-dir mine model=untargeted": "_target_",
