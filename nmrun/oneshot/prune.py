@@ -292,8 +292,7 @@ def permute(
             reorder(site, order)
         for layer in layers:
             gram = grams[layer.name]
-            runs = torch.arange(len(gram), device="cpu").view(
-                -1, free.size
-            )  # a convolution's kernel positions
+            # a row for each of a convolution's kernel positions
+            runs = torch.arange(len(gram), device="cpu").view(-1, free.size)
             index = runs[:, order].flatten().to(gram.device)
             grams[layer.name] = gram[index][:, index]

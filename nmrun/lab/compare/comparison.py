@@ -89,6 +89,11 @@ class Comparison:
     tables: list[Table]
     overall: list[Overall] = field(default_factory=list)
 
+    @property
+    def data_sets(self) -> list[str]:
+        """Those of the rows over all cells, in order."""
+        return list(dict.fromkeys(data for each in self.overall for data in each.parts))
+
 
 def compare(runs: pd.DataFrame, query: Query, intact: bool = False) -> Comparison:
     """Compare the runs that a query is about; ``intact`` refuses changed files.

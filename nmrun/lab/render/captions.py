@@ -153,7 +153,7 @@ def over_all_cells(comparison: Comparison) -> list[str]:
     rows, tables = comparison.overall, comparison.tables
     whom = dict.fromkeys(words(t.row_keys, row) for t in tables for row in t.baseline)
     metrics = ", ".join(dict.fromkeys(table.metric for table in tables))
-    number = len({data for each in rows for data in each.parts})
+    number = len(comparison.data_sets)
     by = "by data set" if number > 1 else "over all cells together"
     first = (
         f"Difference to {', '.join(whom)} in {metrics} {by} (positive is better), "

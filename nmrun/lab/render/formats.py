@@ -51,8 +51,7 @@ def render(comparison: Comparison, style: str) -> str:
     in_latex = style == "latex"
     if comparison.overall:
         grid = over_all_cells(comparison, in_papers=in_latex)
-        data_sets = dict.fromkeys(data for each in comparison.overall for data in each.parts)
-        name = _name(comparison.tables[0], "overall", *data_sets)
+        name = _name(comparison.tables[0], "overall", *comparison.data_sets)
         return latex(grid, name) if in_latex else markdown(grid)
     if in_latex:
         return "\n".join(map(_in_latex, comparison.tables))
@@ -198,7 +197,7 @@ def _judged(gap: Difference, metric: str, count: int) -> Figure:
 def over_all_cells(comparison: Comparison, in_papers: bool = False) -> Grid:
     """A row's differences to the baseline: of each data set, and over all of them."""
     keys = comparison.tables[0].row_keys
-    data_sets = dict.fromkeys(data for each in comparison.overall for data in each.parts)
+    data_sets = comparison.data_sets
     several = len(data_sets) > 1
     failed = any(each.failed for each in comparison.overall)
     written = {data: notation.written(data) if in_papers else data for data in data_sets}

@@ -47,15 +47,14 @@ def torchvision_files(config: Config, device: torch.device) -> Classification:
     pool, test, names, place = read_torchvision(options.name)
     classes = len(names)
     splits = split(pool, test, classes, options)
+    prepared: dict[str, Any] = {"colours": "RGB" if pool[0].shape[1] == 3 else "grey"}
     if options.resolution is not None:
         splits = {
             name: (scaled(images, options.resolution), labels)
             for name, (images, labels) in splits.items()
         }
-    shape = splits["train"][0].shape[1:]
-    prepared: dict[str, Any] = {"colours": "RGB" if shape[0] == 3 else "grey"}
-    if options.resolution is not None:
         prepared |= _resized(options.resolution)
+    shape = splits["train"][0].shape[1:]
     return Classification.of(
         config,
         splits,
