@@ -22,7 +22,7 @@ run: $(VENV)/installed  ## set up the environment, then the main job: STEP at 2:
 
 test test-slow: export PYTHONDONTWRITEBYTECODE :=  # half of the time until all tests are collected is compiling them
 
-test: $(VENV)/installed-all  ## the same environment with all extras but ray, then the tests (four minutes on two cores, five the first time)
+test: $(VENV)/installed-all  ## the same environment with all extras but ray and bench, then the tests (four minutes on two cores, five the first time)
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-slow: $(VENV)/installed-all  ## the tests that take seconds each: processes that are killed, ranks, compilers, whole programs
@@ -30,7 +30,7 @@ test-slow: $(VENV)/installed-all  ## the tests that take seconds each: processes
 
 mutants: $(VENV)/installed-all  ## do the tests notice wrong code? a sample of 40 mutants each of masks, recipes, checkpoints and statistics (an hour)
 	@$(INSTALL) cosmic-ray==8.7.0  # ten packages that nothing else needs
-	$(BIN)/python benchmarks/mutants.py --out benchmarks/results/mutants.md
+	$(BIN)/python benchmarks/mutants.py
 
 demo: $(VENV)/installed  ## the sweep over recipes and ratios, then its table (minutes)
 	$(BIN)/nmrun -m recipe=$(RECIPES) sparsity=$(RATIOS) seed=0,1,2

@@ -169,7 +169,8 @@ def kill(
                     deadline = time.monotonic() + chance.uniform(0, pause)
                 time.sleep(0.005)
             alive = process.is_alive()
-        fell[_where(output, before, size[1]) if alive else "the sweep was done before"] += 1
+        if alive:
+            fell[_where(output, before, size[1])] += 1
         after = finished(output)
         wrong += [
             f"{folder} was done again after it had finished"
@@ -177,6 +178,8 @@ def kill(
             if after.get(folder) != stamp
         ]
         done = after
+        if not alive:
+            break  # the sweep is done
     return fell, wrong
 
 

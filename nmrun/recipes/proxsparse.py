@@ -39,7 +39,7 @@ class ProxSparse(FrozenWeights):
     """Masks by a regulariser that draws weights to N:M; they get their old values back.
 
     When to use: a trained network whose weights should stay, and little data. SparseGPT was
-    better at 4:8 and 1:4.
+    better at 2:4, 4:8 and 1:4.
 
     Args:
         strength: the weight of the regulariser, the paper's lambda; its scripts have 0.2 to 25, by network.
