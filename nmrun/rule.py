@@ -28,7 +28,8 @@ class Rule:
     Args:
         pruned_gradient_decay: SR-STE's lambda. Not together with ``pruned_gradient_factor``,
             ``pruned_weight_factor`` or ``soft_threshold_scale``.
-        pruned_gradient_factor: 1 leaves the gradients of pruned weights, 0 masks them.
+        pruned_gradient_factor: 1 leaves the gradients of pruned weights, 0 masks them. Without a
+            fixed ``mask`` a pruned weight that is exactly 0 counts as kept.
         pruned_weight_factor: MdGf's D; 0 prunes.
         soft_threshold_scale: 0-dimensional; the forward weight is then the soft threshold times
             this scale (S-STE's beta). None: the hard threshold.

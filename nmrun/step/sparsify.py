@@ -253,7 +253,10 @@ def _install_products(
     for option, names in left_alone.items():
         says = f"{option} can change nothing at {', '.join(names)}"
         if len(names) == len(sparse):
-            raise ConfigError(f"{says}: it is for linear layers, with outputs in whole groups of M")
+            raise ConfigError(
+                f"{says}: it is for linear layers (double_prune for convolutions without groups too) "
+                "with outputs in whole groups of M"
+            )
         if names:
             recipe.say(says)
 
