@@ -78,7 +78,7 @@ def _unlike(table: Table, row: Key, other: Key) -> set[str]:
 
 def _no_pair(baseline: str) -> ConfigError:
     return ConfigError(
-        f"--baseline {baseline}: no other row has runs of the same seeds; the test pairs runs by their seed"
+        f"--baseline {baseline}: no seed has a value there and in another row; the test pairs runs by their seed"
     )
 
 
@@ -136,8 +136,13 @@ def over_all_cells(tables: Sequence[Table], baseline: str) -> list[Overall]:
     """Compare the rows of some tables, one for each data set and model, with a baseline.
 
     Spreads are moderated, and p-values corrected for their number, over all rows and data sets.
-    Raises ConfigError if a table has no such row, and where no other row shares a seed with it.
+    Raises ConfigError if a table has no such row, where no other row shares a seed with it, and where
+    no cell has two seeds.
     """
+    if all(cell.sd is None for table in tables for cell in table.cells.values()):
+        raise ConfigError(
+            "--overall: its unit is the standard deviation of a run, and no cell has two seeds"
+        )
     gathered: dict[Key, dict[str, list[_Cell]]] = {}
     for table in tables:
         for (row, column), rival in pairs(table, baseline)[1].items():
@@ -177,19 +182,19 @@ class _Cell:
 
 
 def _cell(table: Table, row: Key, column: Key, rival: Key) -> _Cell | None:
-    """A cell against the baseline's; None where they share no seed."""
+    """A cell against the baseline's; None where they share no seed, or the column has no unit."""
     higher = table.higher_is_better(table.metric_of(row, column))
     cell, other = table.cells[row, column], table.cells[rival, column]
     ours, theirs = cell.judged(higher), other.judged(higher)
     common = [seed for seed in ours if seed in theirs]
-    if not common:
-        return None
     cells = table.column_cells(row, column)
     deviations = {other: cell.sd for other, cell in cells.items() if cell.sd is not None}
+    if not common or not deviations:
+        return None
     others = [place for place in deviations if place not in (row, rival)]
     counts = tuple(sorted(cells[place].n for place in others))
     apart = bool(others) and counts != (2,)  # the inverse of one deviation of two has no mean
-    known = [deviations[place] for place in others] or [*deviations.values()] or [0.0]
+    known = [deviations[place] for place in others] or [*deviations.values()]
     step = table.step(row, column)
     unit = max(statistics.median(known) * (inverse(counts) if apart else 1.0), step)
     failed = {*cell.failed, *other.failed}

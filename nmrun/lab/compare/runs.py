@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -169,17 +170,23 @@ def _other_run(place: str, ratio: str) -> str:
 
 def from_csv(path: str | Path) -> list[dict[str, Any]]:
     """Read what :func:`to_csv` wrote, as rows of :func:`collect`. ``folder`` is the line in the
-    file. A spreadsheet may have saved the file, with a UTF-8 mark at the beginning; empty lines are
-    skipped. Raises ConfigError for any other file."""
+    file. A spreadsheet may have saved the file, with a UTF-8 mark at the beginning and TRUE for
+    true; empty lines are skipped. Raises ConfigError for any other file."""
     runs = []
     with (
         refused(f"{path}: no file of runs: ", OSError, ValueError, csv.Error),
         Path(path).open(encoding="utf-8-sig", newline="") as file,
     ):
         reader = csv.DictReader(file)
-        if missing := sorted(NEEDED - {*(reader.fieldnames or ())}):
-            raise ConfigError(f"it has no column {', '.join(missing)}")
+        names = [*(reader.fieldnames or ())]
+        if missing := sorted(NEEDED - {*names}):
+            hint = "" if len(names) > 1 else "; between columns there have to be commas"
+            raise ConfigError(f"it has no column {', '.join(missing)}{hint}")
+        if twice := [name for name, count in Counter(filter(None, names)).items() if count > 1]:
+            raise ConfigError(f"it has more than one column {', '.join(twice)}")
         for line in reader:
+            if not any(line.values()):  # commas alone
+                continue
             with refused(f"line {reader.line_num}: ", ConfigError):
                 run = _run(line)
             without = dict.fromkeys(LAST, math.nan)
@@ -193,22 +200,28 @@ def _run(line: dict[str, str]) -> dict[str, Any]:
     """The values of a line. Raises ConfigError for one that no run has."""
     if None in line or None in line.values():
         raise ConfigError("it has not as many values as there are columns")
+    if empty := sorted(name for name in NEEDED - {"model"} if not line[name]):
+        raise ConfigError(f"{', '.join(empty)} has no value")
     run = {neutral(name): _value(name, neutral(text)) for name, text in line.items()}
-    choose("status", run["status"], STATUSES)
+    choose("status", str(run["status"]), STATUSES)
     if run["sparsity"] != "dense":
-        Pattern.parse(run["sparsity"])
+        run["sparsity"] = str(Pattern.parse(str(run["sparsity"])))  # a spreadsheet writes 02:04
     for name, value in run.items():
         is_number = "/" in name or name in ("seed", "seconds")
         if is_number and value is not None and type(value) not in (int, float):
             raise ConfigError(f"{name}={value} is no number")
-    if run["seed"] != run["seed"]:
-        raise ConfigError("seed has no value")
+    seed, direction = run["seed"], run.get("higher_is_better")
+    if seed is None or seed % 1:
+        raise ConfigError(f"seed={label(seed)} is no whole number")
+    if isinstance(direction, str):
+        raise ConfigError(f"higher_is_better={direction}: it takes true or false")
     return run
 
 
 def _value(name: str, text: str) -> Any:
-    if text in ("", "null", "true", "false"):
-        return {"": math.nan, "null": None, "true": True, "false": False}[text]
+    named = {"": math.nan, "null": None, "true": True, "false": False}
+    if text.lower() in named:
+        return named[text.lower()]
     # Python takes 2024_01 for 202401, and digits of other scripts too
     if name not in TEXTS and "_" not in text and text.isascii():
         for kind in (int, float):

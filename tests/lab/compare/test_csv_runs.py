@@ -119,6 +119,16 @@ def test_what_python_alone_takes_for_a_number_is_a_text(file, text):
         (HEAD + GOOD.replace(b"0.5", b"true"), "line 2: test/accuracy=True is no number"),
         (HEAD + GOOD.replace(b",0,", b",x,"), "line 2: seed=x is no number"),
         (HEAD + GOOD.replace(b",0,", b",,"), "line 2: seed has no value"),
+        (HEAD + GOOD.replace(b",0,", b",1.5,"), "line 2: seed=1.5 is no whole number"),
+        (HEAD + GOOD.replace(b"mlp,x,ste", b"mlp,,"), "line 2: dataset, recipe has no value"),
+        (HEAD + b",,,,,,,0.5\n", "line 2: dataset, metric, recipe, seed, sparsity, status has"),
+        (HEAD + GOOD.replace(b"finished", b"1"), "line 2: status=1: no such status"),
+        ((HEAD + GOOD).replace(b",", b";"), "between columns there have to be commas"),
+        (b"seed," + HEAD + b"0," + GOOD, "it has more than one column seed"),
+        (
+            HEAD[:-1] + b",higher_is_better\n" + GOOD[:-1] + b",nein\n",
+            "line 2: higher_is_better=nein: it takes true or false",
+        ),
         (HEAD + GOOD.replace(b"2:4", b"9:4"), "line 2: 9:4 is not an N:M pattern"),
         (HEAD + GOOD.replace(b"finished", b"done"), "line 2: status=done: no such status"),
     ],
@@ -135,17 +145,42 @@ def test_another_file_gets_a_line(file, text, message):
         codecs.BOM_UTF8 + HEAD + GOOD,
         (HEAD + GOOD).replace(b"\n", b"\r\n"),
         HEAD + b"\n" + GOOD + b"\n",
+        HEAD + b",,,,,,,\n" + GOOD,
+        HEAD + GOOD.replace(b"2:4", b"02:04"),
         HEAD + GOOD.removesuffix(b"\n"),
     ],
-    ids=["a mark of UTF-8", "lines of Windows", "empty lines", "no end of the last line"],
+    ids=[
+        *(
+            "a mark of UTF-8",
+            "lines of Windows",
+            "empty lines",
+            "commas alone",
+            "a ratio as a time",
+        ),
+        "no end of the last line",
+    ],
 )
 def test_a_file_that_another_program_saved_is_read(file, saved):
     file.write_bytes(HEAD + GOOD)
     (ours,) = from_csv(file)
     file.write_bytes(saved)
     (theirs,) = from_csv(file)
-    line = 3 if b"\n\n" in saved else 2
+    line = 3 if saved.startswith((HEAD + b"\n", HEAD + b",")) else 2
     assert repr(theirs) == repr({**ours, "folder": f"{file}:{line}"})  # NaN is not itself
+
+
+def test_a_spreadsheet_writes_truth_values_in_capitals(tmp_path, table):
+    # perplexity falls as accuracy grows, so the same row is bold
+    head = HEAD[:-1].replace(b"accuracy", b"perplexity") + b",higher_is_better,trainer.compile\n"
+    good = GOOD[:-1].replace(b"accuracy", b"perplexity") + b",false,true\n"
+    worse = good.replace(b",ste,", b",asp,").replace(b"0.5", b"0.7")
+    (tmp_path / "runs.csv").write_bytes(head + good + worse)
+    (tmp_path / "excel.csv").write_bytes(
+        head + (good + worse).replace(b"false,true", b"FALSE,TRUE").replace(b",0,", b",1,")
+    )
+    code, text, _ = table(paths=("runs.csv", "excel.csv"))
+    assert code == 0
+    assert re.search(r"\| ste +\| \*\*", text)
 
 
 def test_names_of_a_file_are_no_commands_to_a_terminal(file, capsys):

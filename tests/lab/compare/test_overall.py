@@ -202,9 +202,12 @@ def test_seeds_that_every_cell_has():
     # two cells that cannot be put together seed by seed
     one = of(words(apart))["ste"].parts["shakespeare"].gap
     assert (one.mean, one.low, one.p) == (pytest.approx(0.1 / 2 / 0.1), None, None)
-    strangers = {"2:4": {"ste": [7.0, nan], "sr_ste": [nan, 7.1]}}
-    with pytest.raises(ConfigError, match="no other row has runs of the same seeds"):
+    strangers = {"2:4": {"ste": [7.0, 7.1, nan, nan], "sr_ste": [nan, nan, 7.1, 7.2]}}
+    with pytest.raises(ConfigError, match="no seed has a value there and in another row"):
         of(words(strangers))
+    alone = {"2:4": {"ste": [7.0], "sr_ste": [7.1], "asp": [7.3]}}
+    with pytest.raises(ConfigError, match="no cell has two seeds"):
+        of(words(alone))
 
 
 def drawn(

@@ -375,7 +375,7 @@ def test_mistaken_baselines(write, table):
     assert table("--baseline", "sted")[::2] == (2, told)
     status, _, err = table("--baseline", "ste")
     assert (status, err.count("\n")) == (2, 1)
-    assert "no other row has runs of the same seeds" in err
+    assert "no seed has a value there and in another row" in err
     write("dense", "dense", 0, 0.9)
     write("ste", "1:8", 0, 0.9, model__name="mlp")  # a table without it
     told = "nmrun: --baseline dense: no such row (there are ste)\n"
