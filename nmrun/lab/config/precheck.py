@@ -4,29 +4,22 @@ mistake gets one line, no traceback.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
-from hydra import compose
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
-from hydra.errors import ConfigCompositionException, HydraException
+from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from nmrun.errors import ConfigError, extra, raise_all
-from nmrun.lab.config import command_line, composition, schema, suggestions
-from nmrun.lab.config.command_line import LAUNCHER
+from nmrun.errors import ConfigError, raise_all
+from nmrun.lab.config import command_line, composition, launchers, schema, suggestions
 from nmrun.lab.config.composition import Cache, composing, of_groups, plain_errors
 from nmrun.lab.config.experiment import Experiment
 from nmrun.lab.config.identity import run_folder
@@ -35,84 +28,8 @@ from nmrun.lab.keys.config import Config, flatten
 from nmrun.lab.keys.options import NAMED, RATIO
 from nmrun.lab.signals import of_interrupt
 from nmrun.patterns import Pattern, PatternError
-from nmrun.ranges import Check, whole
-from nmrun.registry import no_such
 
 MOST_JOBS = 10_000  # of one command, since all are composed before the first one runs
-# of Hydra's own keys those that it takes with any value, and then fails
-HYDRAS = {
-    "hydra.launcher.n_jobs": Check("1 or more, or -1 for all cores", lambda value: value != 0),
-    "hydra.sweeper.max_batch_size": Check(
-        "1 or more, or null for all jobs at once", whole(1, optional=True).holds
-    ),
-    "hydra.sweeper.params": Check(
-        "values by key, such as {seed: '0,1'}", lambda value: isinstance(value, dict | None)
-    ),
-    "hydra.job.chdir": Check("false; runs go to output_dir=...", lambda value: value is not True),
-}
-# those that would do nothing here
-REFUSED = {
-    **dict.fromkeys(
-        ("hydra/sweeper", "hydra.sweeper._target_"),
-        "nmrun -m has a sweeper of its own; nmrun tune searches settings",
-    ),
-    **dict.fromkeys(
-        ("hydra.run.dir", "hydra.sweep.dir"), "runs go to output_dir=...; leave it out"
-    ),
-    "hydra.searchpath": "--config-dir adds a folder of configs",
-    "hydra.mode": "nmrun -m is what makes a sweep; leave it out",
-}
-OF_SWEEPS = ("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
-# of Hydra's settings those with keys of their own, and those that follow from the command
-PARTS = ("job", "run", "sweep", "launcher", "sweeper")
-OF_COMMAND = {"runtime", "overrides", "job.override_dirname"}
-
-
-@dataclass(frozen=True)
-class Launcher:
-    """What differs between launchers.
-
-    ``extra`` is the extra of nmrun that has it, empty for Hydra's own; ``plugin`` is Hydra's name of
-    it, and ``target`` its class. ``needs`` is a program that it calls. ``here``: its jobs run on this
-    machine. ``queues``: its jobs outlive the command.
-
-    ``signals`` is how jobs get a signal that the sweep's process gets: ``passed`` on to processes
-    that this has started, or ``read`` by them in the sweep's record. None: they do not.
-    """
-
-    extra: str
-    plugin: str
-    target: str
-    needs: str | None = None
-    here: bool = False
-    signals: Literal["passed", "read"] | None = None
-    queues: bool = False
-
-
-OTHER = Launcher("", "", "")  # of which nothing is known
-BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
-JOBLIB = "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"
-SUBMITIT = "hydra_plugins.hydra_submitit_launcher.submitit_launcher."
-SLURM = Launcher(
-    "launchers", "submitit_slurm", f"{SUBMITIT}SlurmLauncher", needs="sbatch", queues=True
-)
-RAY = "hydra_plugins.hydra_ray_launcher."
-LAUNCHERS = {
-    "basic": Launcher("", "basic", BASIC, here=True),
-    "joblib": Launcher("launchers", "joblib", JOBLIB, here=True, signals="passed"),
-    "submitit_local": Launcher(
-        "launchers", "submitit_local", f"{SUBMITIT}LocalLauncher", here=True, signals="read"
-    ),
-    "slurm": SLURM,
-    "submitit_slurm": SLURM,
-    "ray": Launcher("ray", "ray", f"{RAY}ray_launcher.RayLauncher", signals="read"),
-    "ray_aws": Launcher("ray", "ray_aws", f"{RAY}ray_aws_launcher.RayAWSLauncher", signals="read"),
-}
-
-
-def launcher_of(target: str) -> Launcher:
-    """What is known of the launcher of this class, under whatever name."""
-    return next((each for each in LAUNCHERS.values() if each.target == target), OTHER)
 
 
 class Job(NamedTuple):
@@ -131,7 +48,7 @@ class Command:
     sweeps: list[list[str]]
     jobs: list[Job]
     launcher: str
-    known: Launcher
+    known: launchers.Launcher
 
     @property
     def output_dir(self) -> str:
@@ -168,13 +85,14 @@ def read(
         line = "the sweeps of an experiment differ in words for Hydra: they have one launcher"
         problems.append(line)
     jobs: dict[str, Job] = {}
-    launcher, hydras, known = "basic", any(said) or _speak_of_hydra(config_dir), LAUNCHERS["basic"]
+    hydras = any(said) or launchers.speaks_of_hydra(config_dir)
+    launcher, known = "basic", launchers.LAUNCHERS["basic"]
     with composing(config_dir):
         for words in sweeps:
             try:
                 with plain_errors():
                     sweep = _Sweep(words, multirun, hydras, problems)
-                    launcher, known = sweep.launcher, sweep.known
+                    launcher, known = sweep.hydra.launcher, sweep.hydra.known
                     sweep.compose(jobs, cache)
                     if len(jobs) > MOST_JOBS:
                         line = (
@@ -193,17 +111,6 @@ def read(
             problems += schema.refusals(job.config.plain, known.here)
     raise_all(dict.fromkeys(problems))
     return Command(list(sweeps), list(jobs.values()), launcher, known)
-
-
-def _speak_of_hydra(config_dir: str | None) -> bool:
-    """Whether the files of a folder of configs speak of Hydra, by any word: of its launcher, or of more
-    values to sweep."""
-    if config_dir is None:
-        return False
-    files = [file for file in Path(config_dir).rglob("*.yaml") if os.access(file, os.R_OK)]
-    return (Path(config_dir) / "hydra").is_dir() or any(
-        "hydra" in file.read_text(errors="replace") for file in files if file.is_file()
-    )
 
 
 def configs(
@@ -228,40 +135,11 @@ class _Sweep:
         # groups with a wrong option: their keys are not checked, since its default stands in
         self.unsure: set[str] = set()
         overrides, unreadable = command_line.parsed(words)
-        self.problems += unreadable
-        loader = GlobalHydra.instance().config_loader()
-        named = [command_line.values(o, []) for o in overrides if o.key_or_group == LAUNCHER]
-        self.launcher = ",".join(map(str, named[-1])) if named else "basic"
-        self.known = LAUNCHERS.get(self.launcher, OTHER)
-        said = [(str(o.input_line), o.key_or_group, o.value()) for o in overrides]
-        missing = _refused(said, heard=True) + _not_here(self.launcher, loader)
-        settings = _settings(overrides) if hydras and not missing and not unreadable else None
-        if settings is not None:
-            if multirun:  # files may choose the launcher too
-                self.launcher = str(settings.runtime.choices[LAUNCHER])
-                self.known = launcher_of(OmegaConf.select(settings, "launcher._target_"))
-                missing += _not_here(self.launcher, loader)
-            heard = self.launcher != "basic"
-            missing += _refused(said, heard) or _refused(_in_files(settings), heard)
-            params = OmegaConf.select(settings, "sweeper.params")
-            if multirun and isinstance(params, Mapping):  # files may add to what is swept
-                swept = [command_line.parse(f"{key}={values}") for key, values in params.items()]
-                overrides = [*swept, *overrides]
-        if self.launcher != "basic" and not multirun and not missing:
-            missing.append(f"launcher={self.launcher}: launchers are for sweeps; add -m")
-        for override in overrides:
-            group, _, leaf = override.key_or_group.rpartition(".")
-            if group == "hydra.launcher" and (self.launcher == "basic" or leaf == "jobs"):
-                how = suggestions.INSTEAD["--jobs"]
-                missing.append(f"{override.input_line}: no such key; {how}")
-        self.problems += missing
-        for_hydra = [o for o in overrides if command_line.is_hydras(o.key_or_group)]
-        self.for_hydra = [override.input_line or "" for override in for_hydra]
-        if missing:  # then what is said to it is left out
-            out = (*OF_SWEEPS, *REFUSED)
-            self.for_hydra = [w for w in self.for_hydra if not w.lstrip("+~").startswith(out)]
+        self.hydra = launchers.hydra_words(overrides, multirun, speaks=hydras and not unreadable)
+        self.problems += unreadable + self.hydra.problems
         # the last word for a key counts
-        written = {o.key_or_group: o for o in overrides if o not in for_hydra}
+        written = {override.key_or_group: override for override in self.hydra.of_jobs}
+        loader = GlobalHydra.instance().config_loader()
         groups = loader.get_group_options("", ObjectType.GROUP)
         self.groups = {group for group in groups if group != "hydra"}
         self.count = 1  # of jobs
@@ -331,7 +209,7 @@ class _Sweep:
         unknown: dict[str, tuple[list[str], set[str]]] = {}
         having = Counter[str]()
         for words in every:
-            config, values = of_groups([*self.for_hydra, *words], cache)
+            config, values = of_groups([*self.hydra.words, *words], cache)
             for override in values:
                 key = override.key_or_group
                 if override.is_add() and OmegaConf.select(config, key, default=_word) is not _word:
@@ -403,65 +281,3 @@ def _wrong_option(group: str, option: str, options: list[str]) -> str | None:
     if option in options or (below and any(s.is_config(f"{group}/{option}") for s in sources)):
         return None
     return suggestions.option(group, option, options)
-
-
-def _refused(said: Iterable[tuple[str, str, Any]], heard: bool) -> list[str]:
-    """A line for each word to Hydra, or setting of a file, that would do nothing here or fail later;
-    each as it is called, with its key and value. ``heard``: whether one of Hydra's launchers runs the
-    jobs, so that most do something."""
-    problems = []
-    for called, key, value in said:
-        if key in REFUSED:
-            problems.append(f"{called}: {REFUSED[key]}")
-        elif key in HYDRAS and not HYDRAS[key].holds(value):
-            problems.append(f"{called}: it takes {HYDRAS[key].allowed}")
-        elif command_line.is_hydras(key) and not heard and not key.startswith(OF_SWEEPS):
-            how = "Hydra hears it where a launcher of its own runs a sweep's jobs"
-            problems.append(f"{called}: {how}")
-    return problems
-
-
-def _settings(overrides: Sequence[Override]) -> DictConfig | None:
-    """Hydra's own settings, by words and by files of the user's. None where they cannot be composed,
-    which the jobs then tell."""
-    fixed = [o.input_line or "" for o in overrides if not o.is_sweep_override()]
-    try:
-        return compose("nmrun", fixed, return_hydra_config=True).hydra
-    except (HydraException, OmegaConfBaseException, RecursionError, ValueError, AttributeError):
-        return None
-
-
-def _in_files(settings: DictConfig) -> Iterator[tuple[str, str, Any]]:
-    """What differs from Hydra's settings of every command. It stands in files, where no word says
-    it."""
-    usual, here = _usual(), _by_key(settings)
-    for key in {**usual, **here}:
-        if usual.get(key) != (value := here.get(key)):
-            yield f"{key} in a file of yours", key, value
-
-
-@functools.cache
-def _usual() -> dict[str, Any]:
-    with composing():
-        return _by_key(compose("nmrun", [], return_hydra_config=True).hydra)
-
-
-def _by_key(settings: DictConfig) -> dict[str, Any]:
-    plain: Any = OmegaConf.to_container(settings, resolve=False)
-    parts = {part: plain.pop(part, None) or {} for part in PARTS}
-    flat = plain | {f"{part}.{key}": parts[part][key] for part in parts for key in parts[part]}
-    return {f"hydra.{key}": value for key, value in flat.items() if key not in OF_COMMAND}
-
-
-def _not_here(launcher: str, loader: ConfigLoader) -> list[str]:
-    """A line for a launcher that does not exist, is not installed, or has no cluster here."""
-    installed = loader.get_group_options(LAUNCHER)
-    known = LAUNCHERS.get(launcher, OTHER)
-    if known is OTHER and launcher not in installed:
-        names = sorted({*installed, *LAUNCHERS})
-        return [f"launcher={launcher}: {no_such('launcher', launcher, names)}"]
-    if known is not OTHER and known.plugin not in installed:
-        return [f"launcher={launcher} is not installed: {extra(known.extra)}"]
-    if known.needs and shutil.which(known.needs) is None:
-        return [f"launcher={launcher}: there is no {known.needs} here; joblib needs no cluster"]
-    return []

@@ -28,7 +28,7 @@ from omegaconf import DictConfig
 
 from nmrun.errors import ConfigError, RunError, first_line, leads, refuse, tell
 from nmrun.lab import output
-from nmrun.lab.config import command_line, composition, precheck, schema
+from nmrun.lab.config import command_line, composition, launchers, precheck, schema
 from nmrun.lab.config.composition import BasicSweeper, plain_errors, without_others_configs
 from nmrun.lab.config.identity import changed, run_folder, title
 from nmrun.lab.config.precheck import Command, Job
@@ -200,7 +200,7 @@ def _job(composed: DictConfig) -> None:
     sweep's."""
     job, folder = HydraConfig.get(), Path(os.environ[sweep.SWEEP])
     workers.end_with_sweep()
-    reads = precheck.launcher_of(job.launcher._target_).signals == "read"
+    reads = launchers.launcher_of(job.launcher._target_).signals == "read"
     overrides = [command_line.unescaped(word) for word in job.overrides.task]
     about = folder, job.job.num + 1, composed, overrides, command_line.of_hydra(job, overrides)
     with output.ends_quietly(), without_others_configs():
