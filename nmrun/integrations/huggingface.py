@@ -9,7 +9,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.integrations.training import Training, end, warn_if_late
-from nmrun.step.resume import has_state
+from nmrun.step.resume import has_state, saved_settings
 from nmrun.step.sparsify import unwrapped
 
 
@@ -49,7 +49,11 @@ class NMTrainerCallback(Training, TrainerCallback):
         schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)  # in accelerate's wrapper
         # plain SGD never has any state; the schedule is saved and loaded with the optimizer
         loaded = has_state(unwrapped(optimizer)) or getattr(schedule, "last_epoch", False)
-        handle = self._begin(model, optimizer, state.max_steps, state.global_step > 0)
+        steps = state.max_steps
+        if saved_settings(unwrapped(optimizer).param_groups) is None:
+            # the recipe begins here; where no steps are left, the end says so
+            steps = max(1, steps - state.global_step)
+        handle = self._begin(model, optimizer, steps, state.global_step > 0)
         # of shards, accelerate has loaded what the optimizer had keys for then: none of nmrun's
         sharded = any(weight.is_sharded for weight in handle.sparse)
         if state.global_step and (sharded or not loaded) and not handle.recipe.step:

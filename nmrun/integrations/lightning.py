@@ -14,6 +14,7 @@ from nmrun.integrations.training import Training, end, warn_if_late
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.step.handle import Handle
+from nmrun.step.resume import saved_settings
 
 
 class NMCallback(Training, Callback):
@@ -47,7 +48,20 @@ class NMCallback(Training, Callback):
         **options: Any,
     ) -> None:
         super().__init__(recipe, pattern, total_steps, **options)
-        self._optimizer = optimizer
+        self._optimizer, self._dense_steps, self._has_batches = optimizer, 0, False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget the checkpoint of an earlier call of the Trainer."""
+        self._dense_steps, self._has_batches = 0, False
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Note the steps of a checkpoint that is of a dense training: the recipe begins after them.
+        Shards (FSDP2) are loaded too late for that."""
+        states = checkpoint.get("optimizer_states", [])
+        resumes = any(saved_settings(state["param_groups"]) for state in states)
+        self._dense_steps = 0 if resumes else checkpoint["global_step"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the weights sparse; the optimizer's state is loaded after this. Raises ConfigError
@@ -65,6 +79,7 @@ class NMCallback(Training, Callback):
                 "of N:M weights is not N:M: use StochasticWeightAveraging"
             )
         if _has_no_steps(trainer):
+            self.handle = None
             return
         count, number = len(trainer.optimizers), self._optimizer
         if number is None and count == 1:
@@ -76,6 +91,9 @@ class NMCallback(Training, Callback):
             )
         optimizer = trainer.optimizers[number]
         steps = None if self._total_steps else planned_steps(trainer, pl_module)
+        if steps is not None:
+            made = trainer.global_step if trainer.ckpt_path is None else self._dense_steps
+            steps = max(1, steps - made)  # where none are left, the end says so
         handle = self._begin(pl_module, optimizer, steps)
         load_with_room(trainer.strategy, handle)
         for each in _callbacks(trainer):
@@ -92,6 +110,7 @@ class NMCallback(Training, Callback):
         self, trainer: Trainer, pl_module: LightningModule, *arguments: Any
     ) -> None:
         """See when the weights become sparse: only such models compete for the best."""
+        self._has_batches = True
         if self._becomes_sparse():
             for each in _callbacks(trainer):
                 forget_best(each)
@@ -103,16 +122,23 @@ class NMCallback(Training, Callback):
         self._evaluating(False)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the recipe. Raises RunError as :meth:`nmrun.Handle.finalize`."""
-        if _has_no_steps(trainer):
+        """End the recipe; without a batch the module stays as it is. Raises RunError as
+        :meth:`nmrun.Handle.finalize`."""
+        if self.handle is None:
             return
-        assert self.handle is not None
-        end(self.handle)
+        # a finished training, loaded again, has steps and no batches
+        if self._has_batches or self.handle.recipe.step:
+            end(self.handle)
+        else:
+            self.handle.abandon()
 
 
 def _has_no_steps(trainer: Trainer) -> bool:
-    """Whether a Trainer is told to make none, as by a script that is tried out."""
-    return 0 in (trainer.max_epochs, trainer.max_steps)
+    """Whether a Trainer will make none, as in a script that is tried out or after its last epoch."""
+    if trainer.ckpt_path is not None:  # what is left is known when it was loaded
+        return 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches)
+    trainer.fit_loop.setup_data()
+    return trainer.fit_loop.skip
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:

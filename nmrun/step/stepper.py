@@ -183,13 +183,14 @@ class Stepper:
 
     def _warn_if_pruned(self) -> None:
         """Warn where a recipe that moves pruned weights begins with none but zeros there: a model was
-        loaded, and the optimizer's state was not."""
+        loaded, and the optimizer's state was not, or it was pruned in one shot."""
         if any(_hidden(w.dense) or self.recipe.rule(w).mask is not None for w in self.sparse):
             return
         if all(w.is_pruned() for w in self.sparse) and any(w.dense.any() for w in self.sparse):
             self.warn(
                 f"the weights are {self.recipe.pattern} before the first step, so the pruned ones begin "
-                "at 0: to go on with a training, load the state of its optimizer too"
+                "at 0. After nmrun.prune this is meant; to go on with a training, load the state of its "
+                "optimizer too"
             )
 
     def recover(self) -> None:

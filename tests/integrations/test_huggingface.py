@@ -301,8 +301,10 @@ def test_a_checkpoint_of_shards_is_refused():
 def test_a_checkpoint_of_a_dense_training_is_warned_of(optim, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 3, "optim": optim}
     hf.trainer(tmp_path, [], **saving).train()
-    with pytest.warns(UserWarning, match="at its step 3, and the recipe begins here, with"):
-        trainer, _ = trained(tmp_path, "sr_ste", str(tmp_path / "checkpoint-3"), **saving)
+    message = "at its step 3, and the recipe begins here, with the first of 5 steps"
+    with pytest.warns(UserWarning, match=message):
+        trainer, sparse = trained(tmp_path, "sr_ste", str(tmp_path / "checkpoint-3"), **saving)
+    assert sparse.handle.recipe.total_steps == sparse.handle.recipe.step == 5
     nmrun.sparsity.check_nm(trainer.model, "2:4", exclude=None)
 
 

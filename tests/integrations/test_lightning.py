@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import os
 import subprocess
 import sys
@@ -202,22 +203,73 @@ def test_mistakes_get_a_line(given, message, tmp_path):
         lit.trainer(tmp_path, given()).fit(lit.Module(), lit.loader())
 
 
-@pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
+class Unknown(IterableDataset[torch.Tensor]):
+    """Data without a length."""
+
+    def __init__(self, count: int | None = None) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return itertools.islice(lit.loader(), self.count)
+
+
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp"])
-def test_a_training_without_steps_leaves_the_module_as_it_is(recipe, limit, tmp_path):
+@pytest.mark.parametrize(
+    ("limit", "data"),
+    [
+        ("max_epochs", lambda: lit.loader()),
+        ("max_steps", lambda: lit.loader()),
+        ("limit_train_batches", lambda: lit.loader()),
+        ("", lambda: DataLoader([])),
+        ("", lambda: DataLoader(Unknown(0), None)),
+    ],
+    ids=["epochs", "steps", "batches", "no data", "no data and no length"],
+)
+def test_a_training_without_steps_leaves_the_module_as_it_is(recipe, limit, data, tmp_path):
     module = lit.Module()
     before = copy.deepcopy(weights(module))
-    lit.trainer(tmp_path, [callback(recipe)], **{limit: 0}).fit(module, lit.loader())
+    watch = ours(recipe, total_steps=None if limit else lit.STEPS, **lit.OPTIONS[recipe])
+    lit.trainer(tmp_path, [watch], **({limit: 0} if limit else {})).fit(module, data())
     assert weights(module) == before
+
+
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp", "step", "maskllm"])
+def test_a_second_fit_plans_the_steps_that_follow(recipe, same, tmp_path):
+    """By a callback of its own or by the first one's; a third fit has none left."""
+    module, watch = lit.Module(), callback(recipe)
+    trainer = lit.trainer(tmp_path, [watch if same else callback("sr_ste")], max_epochs=1)
+    trainer.fit(module, lit.loader())
+    trainer.callbacks, trainer.fit_loop.max_epochs = [watch], lit.EPOCHS
+    trainer.fit(module, lit.loader())
+    follow = lit.STEPS * (lit.EPOCHS - 1) // lit.EPOCHS
+    assert watch.handle.recipe.total_steps == watch.handle.recipe.step == follow
+    nmrun.sparsity.check_nm(module, "2:4", exclude=None)
+    after = weights(module)
+    trainer.fit(module, lit.loader())
+    assert weights(module) == after
+
+
+def test_a_trainer_that_goes_back_to_a_checkpoint_plans_the_whole_run(tmp_path):
+    """The Trainer's own steps are those of the fit before."""
+    module, watch = lit.Module(), callback("step")
+    trainer = lit.trainer(tmp_path, [watch, saves(tmp_path)], enable_checkpointing=True)
+    trainer.fit(module, lit.loader())
+    again = lit.Module()
+    trainer.fit(again, lit.loader(), ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert watch.handle.recipe.total_steps == watch.handle.recipe.step == lit.STEPS
+    assert weights(again) == weights(module)
 
 
 def test_a_checkpoint_of_a_dense_training_is_warned_of(tmp_path):
     trainer = lit.trainer(tmp_path, [], max_epochs=1)
     trainer.fit(lit.Module(), lit.loader())
     trainer.save_checkpoint(tmp_path / "dense.ckpt")
-    module, trainer = lit.Module(), lit.trainer(tmp_path, [callback("sr_ste")])
-    with pytest.warns(match="at its step 3, and the recipe begins here, with the first of 12"):
+    watch = callback("step")
+    module, trainer = lit.Module(), lit.trainer(tmp_path, [watch])
+    with pytest.warns(match="at its step 3, and the recipe begins here, with the first of 9 steps"):
         trainer.fit(module, lit.loader(), ckpt_path=tmp_path / "dense.ckpt")
+    assert watch.handle.recipe.total_steps == watch.handle.recipe.step == 9
 
 
 def test_a_dense_recipe_resumes_without_a_warning(tmp_path):
@@ -368,13 +420,6 @@ def test_an_average_that_a_callback_writes_at_the_end_stays(through_data, tmp_pa
     lit.trainer(tmp_path, [Average(), watch], max_epochs=1).fit(module, lit.loader())
     assert weights(module.net) == weights(averages[0])
     nmrun.sparsity.check_nm(module, "2:4", exclude=None)
-
-
-class Unknown(IterableDataset[torch.Tensor]):
-    """Data without a length."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(lit.loader())
 
 
 def test_without_a_length_the_option_is_named(tmp_path):

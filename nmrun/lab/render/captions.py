@@ -219,8 +219,9 @@ def _trials(run: Run) -> str:
     over, metric, trials = (run.get(f"tuned.{key}") for key in ("over", "by", "trials"))
     if not isinstance(over, str) or not isinstance(metric, str):
         return "none"
-    by = notation.bare(metric)
-    return f"{label(trials)} trials by {by}, the best two with three seeds"
+    count = label(trials)
+    whom = "" if count == "1" else "the best two "
+    return f"{quantity(count, 'trial')} by {notation.bare(metric)}, {whom}with three seeds"
 
 
 def _candidates(run: Run) -> str:

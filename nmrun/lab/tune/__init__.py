@@ -75,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
     from nmrun.lab.tune import comparison  # torch
 
     with files_of_the_command():
+        comparison.check_names(folder, every)
         for cell in every:
             comparison.check(cell)
     seeds = max(len(cell.seeds) for cell in every)

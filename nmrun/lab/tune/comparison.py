@@ -42,6 +42,20 @@ DEFINITION = "study.json"
 COMPOSED: Cache = {}  # shared by the runs of all cells
 
 
+def check_names(folder: Path, cells: Sequence[TuningCell]) -> None:
+    """Raise ConfigError where a cell was tuned under another name, as when fewer keys were swept: its
+    seeds would count twice."""
+    by_identity = {identity(cell.config): cell for cell in cells}
+    for file in sorted(folder.glob(f"*/{DEFINITION}")):
+        with refused(f"{file} is not whole: ", ValueError, KeyError, TypeError):
+            cell = by_identity.get(documents.read_json(file)["identity"])
+        if cell is not None and cell.folder != file.parent:
+            raise ConfigError(
+                f"{folder.name}: {cell.name} was tuned as {file.parent.name}, and its seeds would count "
+                "twice; give the comparison another name"
+            )
+
+
 def check(cell: TuningCell) -> None:
     """Record what a cell searches. ConfigError where trials under this name had other settings or
     another space."""

@@ -61,15 +61,22 @@ def test_a_table_may_be_of_folders_and_files(file, tmp_path, write):
     assert list(collect([tmp_path / "outputs", file])["recipe"]) == ["=step", "ste"]
 
 
-def test_a_key_that_one_file_has_not_is_no_difference(tmp_path, table):
+@pytest.mark.parametrize(
+    ("count", "by"),
+    [
+        (6, "6 trials by validation accuracy, the best two with three seeds"),
+        (1, "1 trial by validation accuracy, with three seeds"),
+    ],
+)
+def test_a_key_that_one_file_has_not_is_no_difference(count, by, tmp_path, table):
     """Nor is it told of every row by how many trials it was tuned, where the rows say so."""
     before, after = HEAD[:-1], HEAD[:-1] + b",model.name,trainer.limit_batches,optimizer.lr"
     (tmp_path / "before.csv").write_bytes(before + b",optimizer.lr\n" + GOOD[:-1] + b",0.1\n")
     tuned = b",tuned.trials,tuned.over,tuned.by\n"
-    line = GOOD[:-1].replace(b"0.5", b"0.6") + b",mlp,null,0.2,6,optimizer.lr 0.1,eval/accuracy\n"
-    (tmp_path / "after.csv").write_bytes(after + tuned + line)
+    line = GOOD[:-1].replace(b"0.5", b"0.6") + b",mlp,null,0.2,%d,optimizer.lr 0.1,eval/accuracy\n"
+    (tmp_path / "after.csv").write_bytes(after + tuned + line % count)
     lines = table("--rows", "recipe,tuned.trials", paths=("before.csv", "after.csv"))[1]
-    trials = "6 trials by validation accuracy, the best two with three seeds (ste trials=6)"
+    trials = f"{by} (ste trials={count})"
     assert lines.splitlines()[2] == (
         f"not the same in all cells: learning rate; each cell tuned before by none (ste), {trials}"
     )

@@ -321,6 +321,7 @@ def test_a_signal_ends_it_with_a_line(number, ends, capsys, monkeypatch):
     ("words", "message"),
     [
         (["trainer.epochs=3"], "was tuned with trainer.epochs=1, and now 3 is asked for"),
+        (["trainer.epochs=2,1"], "dense 1 was tuned as dense, and its seeds would count twice"),
         (
             ["--over", "optimizer.lr=interval(0.1,0.2)"],
             r"was tuned with optimizer.lr=0.0002 to 0.005 \(log\), and now 0.1 to 0.2",
