@@ -237,10 +237,10 @@ def _add(found: Outcome, cell: TuningCell, trials: int) -> None:
             found.failed.append(str(folder))
             values_of_seeds.append(None)
     for key, value in best.params.items():
-        if end := plan.at_edge(value, search := cell.searched[key]):
+        if end := cell.edge(key, value):
             found.notes.append(
-                f"{cell.name}: the best {key} is at the {end} end of {search}; under another name, "
-                f"look further with --over {key}=..."
+                f"{cell.name}: the best {key} is at the {end} end of {cell.searched[key]}; under "
+                f"another name, look further with --over {key}=..."
             )
     of_tuning = study.values(best.params)
     lost = [_lost(best, of_tuning, values) for values in (of_tuning, values_of_seeds)]

@@ -403,7 +403,10 @@ def test_trials_leave_no_checkpoints(dense):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("recipe=dense --over recipe.decay=1,2", "its values change no run of this comparison"),
+        (
+            "recipe=dense --over recipe.decay=1,2",
+            "^--over recipe.decay: no such key; decay belongs to",
+        ),
         ("recipe=sr_ste recipe.decay=1e-4,1e-3", r"searched in 1e-06 to 0.01 \(log\); give it one"),
         ("recipe=dense hydra/launcher=joblib", "^launcher=joblib: nmrun tune launches nothing"),
     ],
