@@ -191,6 +191,11 @@ class Recipe:
         return ""
 
     @property
+    def planned_dense_end(self) -> bool:
+        """Whether the result is planned to be dense, which is known from :meth:`begin` on."""
+        return False
+
+    @property
     def looks_across_rows(self) -> bool:
         """Whether the recipe needs all rows of a weight at once, so that it cannot be sharded."""
         return self.transposable

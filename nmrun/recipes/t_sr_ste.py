@@ -59,7 +59,11 @@ class TSRSTE(PeriodicMask):
 
     @property
     def ends_dense(self) -> str:
-        return "dense_end" if self.dense_from is not None and self.dense_forward else ""
+        return "dense_end" if self.planned_dense_end and self.dense_forward else ""
+
+    @property
+    def planned_dense_end(self) -> bool:
+        return self.dense_from is not None
 
     def planned_dense(self, step: int) -> bool:
         return self.dense_from is not None and step >= self.dense_from

@@ -153,7 +153,9 @@ def _parser() -> Parser:
     text = "default: gpt_tiny"
     train.add_argument("--models", **several, choices=NETWORKS, default=["gpt_tiny"], help=text)
     text = "default: 2:4"
-    train.add_argument("--sparsity", **several, metavar="N:M", default=["2:4"], help=text)
+    train.add_argument(
+        "--sparsity", **several, type=pattern, metavar="N:M", default=[Pattern(2, 4)], help=text
+    )
     arms = [*PLAIN_LOOPS, *(name for name in names("recipe") if name not in ("dense", "custom"))]
     text = f"recipes, {' and '.join(PLAIN_LOOPS)} (default: all of them)"
     train.add_argument("--arms", **several, metavar="NAME", default=arms, help=text)

@@ -107,7 +107,7 @@ def mask(model: nn.Module, pattern: Pattern, config: Config) -> None:
 
 
 def loops(
-    folder: Path, words: Sequence[str], ratio: str, arms: Sequence[str], steps: int
+    folder: Path, words: Sequence[str], ratio: Pattern, arms: Sequence[str], steps: int
 ) -> dict[str, Callable[[Row], Call]]:
     """The loops of some arms, recipes and the plain ones, dense first."""
 
@@ -115,7 +115,7 @@ def loops(
         recipe = "dense" if arm in PLAIN_LOOPS else arm
         config = composed(folder, [*words, f"recipe={recipe}", f"sparsity='{ratio}'"])
         if arm == "masked_loop":
-            return plain_loop(config, steps, row, Pattern.parse(ratio))
+            return plain_loop(config, steps, row, ratio)
         return (plain_loop if arm in PLAIN_LOOPS else nmruns_loop)(config, steps, row)
 
     return {arm: partial(loop, arm) for arm in dict.fromkeys(("dense", *arms))}
@@ -152,7 +152,7 @@ def compared(rows: list[Row]) -> None:
 
 
 def benchmark(
-    models: Sequence[str], sparsity: Sequence[str], arms: Sequence[str], steps: int, rounds: int,
+    models: Sequence[str], sparsity: Sequence[Pattern], arms: Sequence[str], steps: int, rounds: int,
     overrides: Sequence[str],
 ) -> Benchmark:  # fmt: skip
     length = f"trainer.steps={(WARM_UP + 1 + rounds) * steps}"
@@ -164,7 +164,7 @@ def benchmark(
             for model in models:
                 words = [*NETWORKS[model], length, *overrides]
                 for ratio in sparsity:
-                    about = {"model": model, "sparsity": ratio}
+                    about = {"model": model, "sparsity": str(ratio)}
                     yield Case(about, loops(folder, words, ratio, arms, steps))
 
     device = prepare(composed(Path(), [*NETWORKS[models[0]], *overrides]))

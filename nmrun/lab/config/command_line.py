@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import re
 import shlex
 from collections import Counter
@@ -131,6 +132,12 @@ def values(override: Override, options: Sequence[str]) -> list[Any]:
     if override.is_sweep_override():
         return [parse(f"k={text}").value() for text in override.sweep_string_iterator()]
     return [value]
+
+
+def length(sweep: RangeSweep) -> float:
+    """How many values a range has, without making them: there may be millions, or no end."""
+    span = (sweep.stop or 0) - (sweep.start or 0)
+    return math.inf if span / sweep.step == math.inf else max(0, int(-(-span // sweep.step)))
 
 
 def word(key: str, value: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.types import Glob, IntervalSweep, Override
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, RangeSweep
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
@@ -142,7 +142,7 @@ class _Sweep:
         loader = GlobalHydra.instance().config_loader()
         groups = loader.get_group_options("", ObjectType.GROUP)
         self.groups = {group for group in groups if group != "hydra"}
-        self.count = 1  # of jobs
+        self.count: float = 1  # of jobs
         self.overrides: list[Override] = []
         for key, override in written.items():
             in_group = key in self.groups
@@ -156,6 +156,10 @@ class _Sweep:
         if override.is_delete():
             self.overrides.append(override)
             return
+        value = override.value()
+        if isinstance(value, RangeSweep) and command_line.length(value) > MOST_JOBS:
+            self.count *= command_line.length(value)  # too many to make, which compose says
+            return
         words = [_word(value) for value in command_line.values(override, options or [])]
         wrong = list(self._mistakes(key, override, words, options))
         self.problems += wrong
@@ -167,7 +171,7 @@ class _Sweep:
             if bad or not fits:
                 self.unsure.add(key)
             fits = fits and bool(words)
-            if fits and (bad or isinstance(override.value(), Glob)):
+            if fits and (bad or isinstance(value, Glob)):
                 override = command_line.parse(f"{override.get_key_element()}={','.join(words)}")
         if fits:
             self.overrides.append(override)

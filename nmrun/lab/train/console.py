@@ -214,11 +214,10 @@ def plan_lines(config: Config, parts: Parts) -> list[str]:
             f"steps {sparse_steps.start + 1} to {sparse_steps.stop}"
         )
     total = sum(parameter.numel() for parameter in parts.model.parameters())
-    nonzeros = total - sum(
-        weight.dense.numel() * (1 - weight.pattern.density) for weight in handle.sparse
-    )
-    cost = parts.cost
-    inference = (cost.forward, cost.inference(), cost.inference(hardware=True))
+    cost, ends_dense = parts.cost, handle.recipe.planned_dense_end
+    zeros = sum(weight.dense.numel() * (1 - weight.pattern.density) for weight in handle.sparse)
+    nonzeros = total if ends_dense else total - zeros
+    inference = (cost.forward, *(cost.inference(on, ends_dense) for on in (False, True)))
     costs = [("an inference", inference), ("the training", planned_flops(parts))]
     if handle.sparse or activations.pattern is not None:
         lines.append(f"  density {nonzeros / total:.1%} of {total:,} parameters")

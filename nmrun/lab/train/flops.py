@@ -161,15 +161,16 @@ class Flops:
     def dense(self) -> float:
         return self.forward + self.backward
 
-    def inference(self, hardware: bool = False) -> float:
+    def inference(self, hardware: bool = False, ends_dense: bool = False) -> float:
         """Inference with the final weights, and activations as in the last step, without
-        multiplications by 0, or those that 2:4 tensor cores skip (see :func:`weight_density`)."""
+        multiplications by 0, or those that 2:4 tensor cores skip (see :func:`weight_density`).
+        ``ends_dense``: the recipe leaves the weights dense."""
         at_end = self.activations
         pruned = at_end.pattern if at_end is not None and at_end.ends_sparse else None
         total = self.forward
         for part in self.sparse:
             shares = Products()
-            if part.weight is not None:
+            if part.weight is not None and not ends_dense:
                 pattern = part.weight.pattern
                 shares = Products(weight_density(pattern) if hardware else pattern.density)
             share = part.densities(shares, pruned, hardware).forward

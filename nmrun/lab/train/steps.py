@@ -165,11 +165,11 @@ class TrainingSteps:
         ``..._hardware`` leaves out what 2:4 sparse tensor cores can. ``training_dense`` is of as
         many dense steps.
         """
-        cost = self.parts.cost
+        cost, ends_dense = self.parts.cost, bool(self.parts.handle.recipe.ends_dense)
         return {
             **self.flops,
-            "inference_arithmetic": round(cost.inference()),
-            "inference_hardware": round(cost.inference(hardware=True)),
+            "inference_arithmetic": round(cost.inference(False, ends_dense)),
+            "inference_hardware": round(cost.inference(True, ends_dense)),
         }
 
     # --- what can go wrong ------------------------------------------------------------------------

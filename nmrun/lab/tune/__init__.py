@@ -98,6 +98,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"at work in other processes: {names}; the same command goes on")
         return 0
     sys.stdout.write(comparison.outcome_text(found))
-    command = shlex.join(["nmrun", "table", str(folder / comparison.RUNS_CSV)])
-    print(f"  {command}")
+    if (runs := folder / comparison.RUNS_CSV).exists():
+        print(f"  {shlex.join(['nmrun', 'table', str(runs)])}")
     return 1 if found.failed else 0

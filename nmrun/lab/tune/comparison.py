@@ -251,10 +251,10 @@ def _add(found: Outcome, cell: TuningCell, trials: int) -> None:
             found.failed.append(str(folder))
             values_of_seeds.append(None)
     for key, value in best.params.items():
-        if end := plan.at_edge(value, search := cell.searched[key]):
+        if end := cell.edge(key, value):
             found.notes.append(
-                f"{cell.name}: the best {key} is at the {end} end of {search}; under another name, "
-                f"look further with --over {key}=..."
+                f"{cell.name}: the best {key} is at the {end} end of {cell.searched[key]}; under "
+                f"another name, look further with --over {key}=..."
             )
     of_tuning = study.values(best.params)
     lost = [_lost(best, of_tuning, values) for values in (of_tuning, values_of_seeds)]
@@ -277,16 +277,22 @@ def _lost(best: Trial, of_tuning: Sequence[float | None], values: Sequence[float
 
 def write_outcome(folder: Path, found: Outcome) -> None:
     """Write ``runs.csv``, ``trials.csv`` and ``table.md``, each whole or not at all. Other cells'
-    lines in the first two stay."""
+    lines in the first two stay; without a line there is no such file."""
     for name, rows, key in ((RUNS_CSV, found.runs, CELL), (TRIALS_CSV, found.trials, "cell")):
         file, whole = folder / name, pd.DataFrame(rows, dtype=object)
         if file.exists():
-            with refused(f"{file} is damaged: ", ValueError, KeyError):
+            with (
+                refused(f"{file} is damaged: ", ValueError, KeyError),
+                contextlib.suppress(pd.errors.EmptyDataError),
+            ):
                 old = pd.read_csv(file, dtype=str, keep_default_na=False)
                 others = old[~old[key].isin(found.cells)]
-            columns = dict.fromkeys([*whole.columns, *others.columns])
-            whole = pd.concat([others, whole]).reindex(columns=[*columns])
-        atomic.write(file, to_csv(whole), shared=True)
+                columns = dict.fromkeys([*whole.columns, *others.columns])
+                whole = pd.concat([others, whole]).reindex(columns=[*columns])
+        if len(whole):
+            atomic.write(file, to_csv(whole), shared=True)
+        else:
+            file.unlink(missing_ok=True)
     atomic.write(folder / TABLE, outcome_text(found), shared=True)
 
 

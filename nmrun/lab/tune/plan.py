@@ -18,15 +18,16 @@ from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Overrid
 
 from nmrun.errors import ConfigError, raise_all, refused
 from nmrun.lab.compare.notation import label
-from nmrun.lab.config import command_line
+from nmrun.lab.config import command_line, suggestions
 from nmrun.lab.config.composition import Cache, config_of
 from nmrun.lab.config.identity import identity
 from nmrun.lab.config.precheck import Job
+from nmrun.lab.keys import options
 from nmrun.lab.keys.config import Config, flatten
 from nmrun.lab.keys.options import Field, recipe_facts
 from nmrun.lab.output import quantity
 from nmrun.lab.tune.study import AGAIN, FINALISTS, SEED
-from nmrun.ranges import Search, among, between, log
+from nmrun.ranges import Check, Search, among, between, log
 from nmrun.recipes import RECIPES
 
 RATE = "optimizer.lr"
@@ -69,6 +70,17 @@ class TuningCell:
         words = [*self.words, *(command_line.word(key, value) for key, value in params)]
         return command_line.own_recipe(words, self.config_dir)
 
+    def edge(self, key: str, value: Any) -> str:
+        """At which end of its range a searched value lies, as :func:`at_edge`; nothing where the key
+        takes no value beyond that end."""
+        search, check = self.searched[key], _check_of(self.config, key)
+        ends = {
+            "lower": math.nextafter(search.low, -math.inf),
+            "upper": math.nextafter(search.high, math.inf),
+        }
+        end = at_edge(value, search)
+        return end if end and (check is None or check.holds(ends[end])) else ""
+
 
 def cells(
     folder: Path, jobs: Sequence[Job], space: Space, config_dir: str | None = None
@@ -76,8 +88,8 @@ def cells(
     """The cells of a comparison in the order of its jobs; dense runs, which have no ratio, are
     one. ``space`` wins over the recipes' own search spaces.
 
-    ConfigError for a key of ``space`` whose values change no run, or with a value that a cell does not
-    take, and for several values of a searched key.
+    ConfigError for a key of ``space`` that no cell has, or whose values change no run, or with a value
+    that a cell does not take, and for several values of a searched key.
     """
     by_identity: dict[str, TuningCell] = {}
     cache: Cache = {}
@@ -95,7 +107,10 @@ def cells(
         cell.folder = folder / (place if places.count(place) == 1 else f"{place}-{cell_id}")
         idle = [key for key in space.keys() & cell.searched if not _changes(cell, key, cache)]
         cell.searched = {key: each for key, each in cell.searched.items() if key not in idle}
+    there = {key for cell in every for key in (*cell.config.plain, *settings(cell.config))}
     for key in space:
+        if key not in there:
+            raise ConfigError(f"--over {suggestions.line(key, there)}")
         if not any(key in cell.searched for cell in every):
             raise ConfigError(f"--over {key}: its values change no run of this comparison")
     return every
@@ -182,6 +197,13 @@ def settings(config: Config) -> dict[str, Any]:
     """The values of a run by key, with the defaults that a recipe of one's own need not name."""
     defaults = {key: field.default for key, field in _of_recipe(config).items()}
     return defaults | flatten(config.plain)
+
+
+def _check_of(config: Config, key: str) -> Check | None:
+    group, _, leaf = key.partition(".")
+    fields = options.of_config(config.plain, [group]).get(group, {})
+    found = fields.get(leaf) or _of_recipe(config).get(key)
+    return found.check if found else None
 
 
 def _of_recipe(config: Config) -> dict[str, Field]:

@@ -307,7 +307,7 @@ def loops(
     monkeypatch.setattr(train, "build", kept)
     options.random_text(folder)
     words = (*options.NETWORKS["gpt_tiny"], *SMALL, "trainer.accumulate=2", *words)
-    arms = train.loops(folder, words, "2:4", ("ste", "plain_loop", "masked_loop"), 1)
+    arms = train.loops(folder, words, Pattern(2, 4), ("ste", "plain_loop", "masked_loop"), 1)
     return (lambda name: arms[name]({})), trained
 
 

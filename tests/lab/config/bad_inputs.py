@@ -273,6 +273,7 @@ VERBS = {
     "bench": "WHAT",
     "bench train --rounds 0": "a whole number, 1 or more",
     "bench train --sparsity 4:2": "1 <= N <= M",
+    "bench train --sparsity dense": "dense: it takes N:M with 1 <= N <= M, such as 2:4",
     "bench train --arms stpe": "did you mean step?",
     "bench train trainer.batchsize=32": "did you mean trainer.batch_size?",
     "bench train --out file.txt/x": "file.txt/x: Not a directory",

@@ -103,9 +103,20 @@ def test_each_job_is_there_once(sweeps, once):
     assert [" ".join(job.words) for job in asked.jobs] == once
 
 
-def test_a_command_has_so_many_jobs_and_no_more():
-    (problem,) = mistakes(["seed=range(0,200)", "trainer.epochs=range(1,101)"], multirun=True)
-    assert "20,000" in problem
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        ("seed=range(0,200) trainer.epochs=range(1,101)", "20,000"),
+        ("seed=range(0,1000000000000) recipe=ste,asp", "2,000,000,000,000"),
+        ("seed=range(10001,0,-1)", "10,001"),
+        ("optimizer.lr=range(0,10000,0.25)", "40,000"),
+        ("optimizer.lr=range(0,inf)", "inf"),
+    ],
+)
+def test_a_command_has_so_many_jobs_and_no_more(words, count):
+    """Values that are too many are not made to be counted."""
+    (problem,) = mistakes(words.split(), multirun=True)
+    assert problem == f"a sweep of {count} jobs: one command takes 10,000"
 
 
 def test_the_rows_of_a_zip_are_jobs_of_one_command(monkeypatch):

@@ -35,6 +35,7 @@ from torchvision.transforms import RandomResizedCrop
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import tasks
 from nmrun.lab.config.identity import identity, run_folder
+from nmrun.lab.export.cli import image_input
 from nmrun.lab.keys.datasets import Subset
 from nmrun.lab.tasks.base import generator
 from nmrun.lab.tasks.vision import images
@@ -98,6 +99,44 @@ def test_links_to_the_same_files_under_other_classes_are_other_labels(tmp_path):
 def test_grey_images_are_read_as_coloured_ones(tmp_path):
     Image.fromarray(np.full((4, 4), 9, np.uint8)).save(tmp_path / "grey.png")
     assert np.array_equal(images.decode(str(tmp_path / "grey.png"), 4), np.full((4, 4, 3), 9))
+
+
+FINE = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1040  # over all 16 bits
+
+
+def read_by(reader: str, path: Path) -> np.ndarray:
+    """A square image of 8 pixels a side as a network gets it, before it is normalised."""
+    if reader == "folder":
+        return images.decode(str(path), 8)
+    if reader == "predict":
+        means = {"mean": [0.0] * 3, "std": [1.0] * 3}
+        signature = {"shape": [3, 8, 8], "range": [0, 255], **means}
+        return image_input(path, signature).permute(1, 2, 0).numpy()
+    files = ImageFiles(np.array([bytes(path)]), 8, 1.0, False, 0)
+    part, _, problem = files[0 if reader == "part" else -1, 0]
+    if problem:
+        raise ConfigError(problem)
+    return part.numpy()
+
+
+@pytest.mark.parametrize("reader", ["folder", "predict", "part", "middle"])
+@pytest.mark.parametrize(("suffix", "kind"), [("png", "<u2"), ("tif", "<u2"), ("tif", ">u2")])
+def test_of_16_bits_the_upper_8_are_read(reader, suffix, kind, tmp_path):
+    """As if the file had these alone."""
+    Image.fromarray(FINE.astype(kind)).save(fine := tmp_path / f"fine.{suffix}")
+    Image.fromarray((FINE // 256).astype(np.uint8)).save(plain := tmp_path / "plain.png")
+    found = read_by(reader, fine)
+    assert np.array_equal(found, read_by(reader, plain))
+    assert len(np.unique(found)) > 20
+
+
+@pytest.mark.parametrize("reader", ["folder", "predict", "part", "middle"])
+@pytest.mark.parametrize(("kind", "mode"), [(np.float32, "F"), (np.int32, "I")])
+def test_pixels_without_a_range_are_refused(reader, kind, mode, tmp_path):
+    Image.fromarray(FINE.astype(kind)).save(file := tmp_path / "odd.tif")
+    line = f"^{file} has pixels of mode {mode}; images have 8 or 16 bits$"
+    with one_line(ConfigError, line):
+        read_by(reader, file)
 
 
 def dataset_config(tmp_path: Path, name: str, *overrides: str) -> Any:

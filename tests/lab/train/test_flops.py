@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.lab.tasks.base import Batch
-from nmrun.lab.train import build, flops
+from nmrun.lab.train import build, console, flops
 from nmrun.lab.train.flops import Products, densities, hardware_density, weight_density
 from nmrun.patterns import Pattern
 from nmrun.recipes import RECIPES
@@ -473,6 +473,23 @@ def test_result_of_a_run_by_hand(tmp_path):
         "inference_arithmetic": stem + inner // 2 + head,
         "inference_hardware": stem + inner // 2 + head,
     }
+
+
+@pytest.mark.parametrize("end", [0.0, 0.4])
+def test_a_network_that_ends_dense_costs_what_a_dense_one_does(end, tmp_path):
+    """In the plan as in the result."""
+    stem, inner, head = 2 * 9 * 8 * 64, 2 * WEIGHTS * (64 + 16), 2 * 10 * 8 * 4
+    cfg = config(tmp_path, "recipe=t_sr_ste", f"recipe.dense_end={end}")
+    plan = "\n".join(console.plan_lines(cfg, parts := build.build(cfg)))
+    result = finished(cfg)
+    every, left = stem + inner + head, stem + (inner if end else inner // 2) + head
+    counts = {result["flops"][f"inference_{kind}"] for kind in ("arithmetic", "hardware")}
+    assert counts == {left}
+    shown, sparse = (f"{flops / 1000:.3g}k" for flops in (every, left))
+    assert f"an inference: {shown} dense, {sparse} sparse, {sparse} on 2:4" in plan
+    total = sum(parameter.numel() for parameter in parts.model.parameters())
+    density = 1 if end else 1 - WEIGHTS / total
+    assert f"density {density:.1%} of {total:,} parameters" in plan
 
 
 def test_result_of_a_run_with_pruned_activations(tmp_path):

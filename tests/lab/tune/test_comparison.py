@@ -354,7 +354,27 @@ def test_more_trials_go_on_from_those_that_are_there(dense):
 def test_a_recipe_of_which_all_trials_fail_is_named(capsys):
     failing = ["recipe=dense", "seed=0", "--over", "optimizer.lr=interval(1e30,2e30)"]
     assert tune(*failing) == 1
-    assert "failed: dense" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "failed: dense" in said
+    assert "nmrun table" not in said  # there is no run to show
+    assert [file.name for file in PLACE.glob("*.csv")] == ["trials.csv"]
+
+
+def test_a_process_that_finds_every_cell_taken_writes_no_runs(capsys):
+    with contextlib.ExitStack() as other:
+        for cell in cells_here():
+            cell.folder.mkdir(parents=True)
+            other.enter_context(locks.hold(cell.folder))
+        assert tune() == 0
+    assert "at work in other processes: dense, sr_ste 1:4, sr_ste 1:8;" in capsys.readouterr().out
+    assert not [*PLACE.glob("*.csv")]
+
+
+def test_a_file_without_runs_is_no_damage(dense):
+    runs = (PLACE / "runs.csv").read_bytes()
+    (PLACE / "runs.csv").write_text("\n")
+    assert tune("recipe=dense") == 0
+    assert (PLACE / "runs.csv").read_bytes() == runs
 
 
 def test_a_full_disk_is_no_trial_that_failed(monkeypatch, dense):
@@ -384,7 +404,10 @@ def test_trials_leave_no_checkpoints(dense):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("recipe=dense --over recipe.decay=1,2", "its values change no run of this comparison"),
+        (
+            "recipe=dense --over recipe.decay=1,2",
+            "^--over recipe.decay: no such key; decay belongs to",
+        ),
         ("recipe=sr_ste recipe.decay=1e-4,1e-3", r"searched in 1e-06 to 0.01 \(log\); give it one"),
         ("recipe=dense hydra/launcher=joblib", "^launcher=joblib: nmrun tune launches nothing"),
     ],

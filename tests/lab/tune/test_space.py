@@ -98,6 +98,14 @@ GPT = "recipe=dense model=gpt_tiny dataset=stdlib_text optimizer=adamw"
         ("recipe=dense", "optimizer.decay=all,matrices", ": its values change no run"),
         ("recipe=dense", "track.tags=[a],[b]", ": its values change no run"),
         ("recipe=dense", "trainer.distill_weight=interval(0.1,0.9)", ": its values change no run"),
+        ("recipe=dense,sr_ste", "recipe.deacy=1e-4,1e-3", ": .*did you mean recipe.decay"),
+        ("recipe=dense", "recipe.decay=1e-4,1e-3", ": no such key; decay belongs to recipe=sr_ste"),
+        (
+            "recipe=sr_ste",
+            "sparsity.exclude=auto,none",
+            ": no such key; did you mean model.exclude",
+        ),
+        ("recipe=sr_ste", "trianer.clip=1,2", ": no such key; did you mean trainer.clip"),
     ],
 )
 def test_a_range_with_values_that_no_run_takes_is_refused_before_a_trial(
@@ -169,3 +177,19 @@ def test_settings_of_a_recipe_are_cells(tmp_path):
 )
 def test_what_lies_at_the_end_of_a_range(value, search, end):
     assert plan.at_edge(value, search) == end
+
+
+@pytest.mark.parametrize(
+    ("over", "value", "end"),
+    [
+        ("optimizer.weight_decay=interval(0,1)", 0.01, ""),
+        ("optimizer.weight_decay=interval(0,1)", 0.99, "upper"),
+        ("optimizer.weight_decay=interval(0.1,1)", 0.11, "lower"),
+        ("recipe.decay=interval(0,1)", 0.0, ""),
+        ("schedule.gamma=interval(0.5,1)", 1.0, ""),
+    ],
+)
+def test_there_is_nothing_to_look_for_beyond_what_a_key_takes(over, value, end, tmp_path):
+    words = "recipe=sr_ste optimizer=adamw schedule=multistep"
+    (cell,) = cells_of(tmp_path, words, over)
+    assert cell.edge(over.partition("=")[0], value) == end

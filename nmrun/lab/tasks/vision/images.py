@@ -252,14 +252,16 @@ def load_folder(place: Path, size: int | None) -> tuple[dict[str, Labelled], lis
     then. Raises ConfigError for a folder that is not so.
     """
     if place.is_file():
-        arrays = storage.cached(["images", size], [place], lambda: _unpack(place, size))
+        arrays = storage.cached(["images of 8 bits", size], [place], lambda: _unpack(place, size))
     else:
         classes, listed = listing(place)
         paths = [Path(path) for samples in listed.values() for path, _ in samples]
         # links may bring the same files under other classes
         labels = {part: [label for _, label in samples] for part, samples in listed.items()}
         arrays = storage.cached(
-            ["images", size, classes, labels], paths, lambda: _decode_all(classes, listed, size)
+            ["images of 8 bits", size, classes, labels],
+            paths,
+            lambda: _decode_all(classes, listed, size),
         )
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     splits = {
@@ -347,15 +349,27 @@ def _pixels(paths: Sequence[str], size: int) -> NDArray[np.uint8]:
     return pixels
 
 
+def converted(image: Any, path: str | Path, mode: str = "RGB") -> Any:
+    """A PIL image as ``RGB`` or ``L``, of 8 bits; of 16 bits the upper ones stay. ConfigError for
+    pixels that have no such range."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):  # PIL's own conversion makes all above 255 white
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ConfigError(f"{path} has pixels of mode {image.mode}; images have 8 or 16 bits")
+    return image.convert(mode)
+
+
 def decode(path: str, size: int) -> NDArray[np.uint8]:
     """An image as uint8 (size, size, 3): scaled until its shorter side fits, and the middle cut
-    out. Raises OSError with the file's name.
+    out. Raises OSError with the file's name, and ConfigError as :func:`converted`.
     """
     from PIL import Image, ImageOps
 
     try:
         with documents.opened(path) as content, Image.open(content) as file:
-            image = file.convert("RGB")
+            image = converted(file, path)
         return np.asarray(
             image
             if image.size == (size, size)

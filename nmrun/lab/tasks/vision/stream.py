@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from nmrun.errors import RunError
+from nmrun.errors import ConfigError, RunError
 from nmrun.lab import ranks, signals
 from nmrun.lab.keys.datasets import ImageNet
 from nmrun.lab.runs import documents
@@ -30,6 +30,7 @@ from nmrun.lab.tasks.base import (
 )
 from nmrun.lab.tasks.vision.augmentation import Augment, Share
 from nmrun.lab.tasks.vision.classification import Classification, Normalise
+from nmrun.lab.tasks.vision.images import converted
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
@@ -164,19 +165,22 @@ class ImageFiles(Dataset[tuple[Tensor, int, str]]):
         path = self.paths[row].decode()
         try:
             with documents.opened(path) as content, Image.open(content) as file:
-                return self._middle(file) if epoch < 0 else self._part(file, epoch, row), row, ""
+                part = self._middle(file, path) if epoch < 0 else self._part(file, path, *key)
+                return part, row, ""
+        except ConfigError as error:
+            return torch.empty(0), row, str(error)
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             return torch.empty(0), row, f"{path} is damaged, or not an image ({error})"
 
-    def _middle(self, file: Any) -> Tensor:
+    def _middle(self, file: Any, path: str) -> Tensor:
         from torchvision.transforms import functional as tv
 
         image = tv.center_crop(
-            tv.resize(file.convert("RGB"), round(self.size * WHOLE)), [self.size, self.size]
+            tv.resize(converted(file, path), round(self.size * WHOLE)), [self.size, self.size]
         )
         return torch.from_numpy(np.array(image))
 
-    def _part(self, file: Any, epoch: int, row: int) -> Tensor:
+    def _part(self, file: Any, path: str, epoch: int, row: int) -> Tensor:
         from torchvision.transforms import RandomResizedCrop
 
         # the parameters are drawn from torch's own generator
@@ -194,7 +198,7 @@ class ImageFiles(Dataset[tuple[Tensor, int, str]]):
         drafted = file.draft(None, sides)  # of a JPEG that is larger: 1/2, 1/4 or 1/8 of it
         scale = drafted[1][2] / width if drafted else 1.0
         box = [round(scale * side) for side in (left, top, left + wide, top + tall)]
-        pixels = torch.from_numpy(np.array(file.crop(box).convert("RGB")))
+        pixels = torch.from_numpy(np.array(converted(file.crop(box), path)))
         # what PIL's resize does, to a rounding, in half of the time
         layout = pixels[None].permute(0, 3, 1, 2)
         image = functional.interpolate(
