@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import signal
 import time
-import traceback
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -197,7 +197,9 @@ class _Run:
     def _outcome(self) -> dict[str, Any]:
         """Train, and return the outcome whatever happened. From then on signals wait."""
         try:
-            outcome = self._session()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "nmrun: ")  # the loop says these events
+                outcome = self._session()
             self.signals.then = "wait"
             return outcome
         except ConfigError:
@@ -210,7 +212,7 @@ class _Run:
             if isinstance(error, SystemExit) and self.signals.caught is not None:
                 raise
             self.signals.then = "wait"
-            self.console.note(traceback.format_exc())
+            self.console.note_traceback()
             self.alone |= not isinstance(error, RunError)
             # the signal that ended a process which this one needs may reach this one later
             time.sleep(0.1)
