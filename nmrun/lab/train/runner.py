@@ -197,9 +197,7 @@ class _Run:
     def _outcome(self) -> dict[str, Any]:
         """Train, and return the outcome whatever happened. From then on signals wait."""
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "nmrun: ")  # the loop says these events
-                outcome = self._session()
+            outcome = self._session()
             self.signals.then = "wait"
             return outcome
         except ConfigError:
@@ -292,7 +290,8 @@ class _Run:
                 self.console.say(f"  {text}")
 
         alone = ranks.world() == 1  # else the other ranks wait for this one's share
-        with self.signals.set("wait"):
+        with self.signals.set("wait"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "nmrun: ")  # the loop says these events itself
             while not loop.train(folder, self.tracker, self.signals):
                 if not (alone and self.signals.passed_on()):
                     return self._interrupted(signal.SIGTERM)  # another rank's, if not ours
