@@ -145,7 +145,10 @@ def logged(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ends_quietly() -> Iterator[None]:
-    """End the program, with status 141, where nobody reads its output any more, while entered."""
+    """End the program, with status 141, where nobody reads its output any more, while entered.
+    Characters that the output's encoding lacks become question marks."""
+    if reconfigure := getattr(sys.stdout, "reconfigure", None):
+        reconfigure(errors="replace")
     stream = _Stream(sys.stdout)
     with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(_Stream(sys.stderr)):
         try:

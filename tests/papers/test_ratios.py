@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from errors import one_line
 from runs import config, result_of
 from torch import nn
 from verbs import verb
@@ -170,6 +171,12 @@ def trained(tmp_path_factory):
     ]
     place = tmp_path_factory.mktemp("runs")
     return nmrun.run([*words, f"output_dir={place}"]).folder
+
+
+def test_a_pruned_network_has_no_ratios_to_propose(write):
+    run = write("sparsegpt", "2:4", 0, 0.5)
+    with one_line(ConfigError, f"^{run} was pruned in one shot; name the run that it began with$"):
+        main([str(run)])
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,9 @@ _turn = threading.RLock()
 @contextlib.contextmanager
 def unchanged() -> Iterator[None]:
     """Leave a process as it was: its random numbers, torch's threads, determinism and CUDA device,
-    and environment variables. Threads enter in turn: these are the whole process's, and so is
-    Hydra."""
-    with _turn:
+    and environment variables. Inside, torch computes by its defaults. Threads enter in turn: these
+    are the whole process's, and so is Hydra."""
+    with _turn, _defaults():
         variables = {name: os.environ.get(name) for name in VARIABLES}
         random, threads = checkpoint.random_state(), torch.get_num_threads()
         mode = torch.get_deterministic_debug_mode()
@@ -71,6 +71,35 @@ def unchanged() -> Iterator[None]:
                 torch.cuda.set_device(device)
             elif torch.cuda.is_initialized():  # as CUDA would have begun without the run
                 torch.cuda.manual_seed_all(torch.initial_seed())
+
+
+@contextlib.contextmanager
+def _defaults() -> Iterator[None]:
+    """Let torch compute as in a new process, whatever the caller has entered: without them the same
+    settings would train other numbers, or none."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    dtype, caches = torch.get_default_dtype(), torch.is_autocast_cache_enabled()
+    device: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if torch.empty(0).device.type != "cpu":  # entered, it makes every call a little slower
+        device = torch.device("cpu")
+    # a run's own autocast forgets the weights of before a step where it is the outermost
+    depth = torch.autocast_increment_nesting() - 1
+    with torch.inference_mode(False), torch.enable_grad(), device:
+        try:
+            torch.set_default_dtype(torch.float32)
+            for kind in kinds:
+                torch.set_autocast_enabled(kind, False)
+            torch.set_autocast_cache_enabled(True)
+            while torch.autocast_decrement_nesting():
+                pass
+            yield
+        finally:
+            for _ in range(depth):
+                torch.autocast_increment_nesting()
+            torch.set_autocast_cache_enabled(caches)
+            for kind in kinds:
+                torch.set_autocast_enabled(kind, True)
+            torch.set_default_dtype(dtype)
 
 
 # --- runs and sweeps --------------------------------------------------------------------------------

@@ -411,7 +411,10 @@ def _no_weights(plain: dict[str, Any]) -> Iterator[str]:
         taken = key.startswith("recipe.") and expanded(place).is_file()
         if not (taken or own_weights(place)) and (why := folder.without(name)):
             path = expanded(place)
-            if key == "init" and path.is_file():
+            if run_folder.is_checkpoint(path):
+                files = ", ".join(run_folder.WEIGHTS)
+                why = f"a run's checkpoint; it takes the run's folder, or one of its {files}"
+            elif key == "init" and path.is_file():
                 why = f"a file of weights is {', '.join(run_folder.OWN)}"
             elif (
                 path.suffix in run_folder.OWN

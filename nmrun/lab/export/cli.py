@@ -14,7 +14,7 @@ from nmrun.errors import ConfigError, RunError, refused
 from nmrun.lab.arguments import Parser, consent_option, files_of_the_command, in_range
 from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import RESULT, RunFolder, activations_of
-from nmrun.ranges import number, whole
+from nmrun.ranges import SEED, number, whole
 from nmrun.registry import find
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def sample(argv: Sequence[str]) -> int:
         "--temperature", type=in_range(float, number(0)), default=1.0,
         help="of the softmax that tokens are drawn by; 0 takes the likeliest; default 1",
     )  # fmt: skip
-    parser.add_argument("--seed", type=in_range(int, whole(0)), default=0)
+    parser.add_argument("--seed", type=in_range(int, SEED), default=0)
     options = parser.parse_args(argv)
     run = _read(options)
     from nmrun.lab.export.finished_run import network
@@ -221,7 +221,10 @@ def _of_texts(
     import torch
 
     with files_of_the_command(), refused(f"{file}: not a text in UTF-8: ", UnicodeDecodeError):
-        lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        content = file.read_text(encoding="utf-8-sig")
+    if not content:
+        raise ConfigError(f"{file}: it is empty; it takes texts, one a line")
+    lines = content.removesuffix("\n").split("\n")
     texts = [tuple(line.split("\t")) for line in lines]
     for place, text in enumerate(texts, 1):
         if len(text) != task.texts:

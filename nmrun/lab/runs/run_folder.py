@@ -311,7 +311,13 @@ def own_weights(place: Path | str) -> Path | None:
     """The file of weights that such a key names, where it is none of a run's."""
     path = expanded(place)
     is_own = path.suffix in OWN and path.name not in WEIGHTS and path.is_file()
-    return path if is_own else None
+    return path if is_own and not is_checkpoint(path) else None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a file is a checkpoint in a run's folder, which no seal protects."""
+    names = (CHECKPOINT, PREVIOUS)
+    return path.name in names and {*OF_CONFIG} <= RunFolder(path.parent).config.keys()
 
 
 def activations_of(config: Mapping[str, Any]) -> str | None:

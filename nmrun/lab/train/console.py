@@ -7,6 +7,7 @@ import contextlib
 import re
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class Console:
 
     def __init__(self, log: Path | None, brief: bool = False) -> None:
         self.log, self.brief = log, brief
+        self.has_traceback = False
         self._live: Any = None
         self._draw_time = 0.0
         self.on_terminal = output.is_terminal(sys.stdout)
@@ -64,6 +66,11 @@ class Console:
         except OSError as error:  # a full disk must not keep a run from ending in order
             tell([f"{self.log} cannot be written: {error.strerror}"])
             self.log = None
+
+    def note_traceback(self) -> None:
+        """Log the traceback of the error that is being handled."""
+        self.note(traceback.format_exc())
+        self.has_traceback = self.log is not None
 
     def due(self) -> bool:
         """Whether to draw: on a terminal, at most every ``REFRESH`` seconds."""

@@ -109,7 +109,7 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
 def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | None) -> None:
     console.clear()
     if result["status"] == "failed":
-        where = f"{folder} (run.log has the traceback)"
+        where = f"{folder} (run.log has the traceback)" if console.has_traceback else folder
         console.say(f"nmrun: failed: {result['error']}\n  {where}", error=True, style="bold red")
     elif result["status"] == "interrupted":
         progress = f" at step {loop.steps.step} of {loop.parts.total_steps}" if loop else ""

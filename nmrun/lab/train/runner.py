@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import signal
 import time
-import traceback
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -210,7 +210,7 @@ class _Run:
             if isinstance(error, SystemExit) and self.signals.caught is not None:
                 raise
             self.signals.then = "wait"
-            self.console.note(traceback.format_exc())
+            self.console.note_traceback()
             self.alone |= not isinstance(error, RunError)
             # the signal that ended a process which this one needs may reach this one later
             time.sleep(0.1)
@@ -290,7 +290,8 @@ class _Run:
                 self.console.say(f"  {text}")
 
         alone = ranks.world() == 1  # else the other ranks wait for this one's share
-        with self.signals.set("wait"):
+        with self.signals.set("wait"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "nmrun: ")  # the loop says these events itself
             while not loop.train(folder, self.tracker, self.signals):
                 if not (alone and self.signals.passed_on()):
                     return self._interrupted(signal.SIGTERM)  # another rank's, if not ours

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nmrun.errors import ConfigError
 from nmrun.lab import arguments
 from nmrun.lab.arguments import Parser, in_range
 from nmrun.lab.runs.run_folder import FINAL, RunFolder
+from nmrun.oneshot import METHODS
 from nmrun.patterns import Pattern
 from nmrun.ranges import Check, number
 
@@ -54,6 +56,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     run = RunFolder(options.run)
     run.demand(options.run)
+    if run.result["config"]["recipe"].get("name") in METHODS:
+        raise ConfigError(f"{options.run} was pruned in one shot; name the run that it began with")
     groups = ("recipe", *arguments.BUILT)
     arguments.demand_consent(options.run, run.result["config"], options.yes, groups)
     print("\n".join(_proposal_lines(run, options.budget, options.m, options.cost)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,11 @@ def process() -> dict[str, Any]:
         "fill": torch.utils.deterministic.fill_uninitialized_memory,
         "random": (random.getstate(), torch.get_rng_state().tolist()),
         "numpy": np.random.get_state()[1].tolist(),
+        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "autocast": [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
+        "cached": (torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting()),
+        "outside": torch.autocast_decrement_nesting(),
+        "usual": (torch.get_default_dtype(), torch.empty(0).device),
     }
 
 
@@ -136,6 +143,42 @@ def test_runs_in_threads_are_those_alone():
             pair = [pool.submit(run, seed, f"pair{number}") for seed in (2, 3)]
             assert [one.result() for one in pair] == alone
     assert process() == before
+
+
+@contextlib.contextmanager
+def of_float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("entered", "words"),
+    [
+        (lambda: torch.autocast("cpu", torch.bfloat16), "recipe=step"),
+        # whose own autocast has to see the weights of each step
+        (lambda: torch.autocast("cpu", torch.bfloat16), "recipe=dense trainer.precision=bf16"),
+        (lambda: torch.autocast("cpu", enabled=False), "recipe=dense trainer.precision=bf16"),
+        (torch.no_grad, "recipe=step"),
+        (torch.inference_mode, "recipe=step"),
+        (of_float64, "recipe=step"),
+        (lambda: torch.device("meta"), "recipe=step"),
+    ],
+)
+def test_a_run_is_the_same_whatever_torch_is_told_around_it(entered, words):
+    def run(place: str) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
+        folder = nmrun.run([*SHORT, *words.split(), f"output_dir={place}"]).folder
+        result = result_of(folder)
+        return (folder / "model.safetensors").read_bytes(), result["metrics"], result["flops"]
+
+    alone = run("alone")
+    with entered():
+        before = process()
+        inside = run("inside")
+        assert process() == before
+    assert inside == alone
 
 
 def test_a_run_inside_a_run_does_not_wait_for_it():

@@ -344,6 +344,14 @@ def test_what_takes_a_moment_is_told_until_the_next_line(monkeypatch):
     assert file.getvalue() == "an epoch\n"
 
 
+def test_characters_that_the_output_lacks_are_replaced(monkeypatch):
+    output_bytes = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output_bytes, encoding="latin-1"))
+    with output.ends_quietly():
+        print("caf\xe9 \u2603")
+    assert output_bytes.getvalue() == b"caf\xe9 ?\n"
+
+
 @pytest.mark.parametrize(
     "of", [KeyError, OmegaConfBaseException, HydraException, ConfigCompositionException]
 )

@@ -24,6 +24,7 @@ from nmrun.lab.tasks.text import files
 from nmrun.lab.tasks.text.classification import TextClassification
 from nmrun.lab.tasks.text.labelled import generated_reviews
 from nmrun.lab.tasks.vision import Classification
+from nmrun.ranges import SEED
 
 TEXT = "the quick brown fox\njumps over the lazy dog\n" * 40
 
@@ -84,9 +85,12 @@ def test_sample_continues_the_prompt(tmp_path, capsys):
     assert all(text.startswith("the quick") and len(text) == 39 for text in texts)
     assert verb("sample", str(run), "--prompt", "Z") == 2
     assert verb("predict", str(run), str(tmp_path / "mine.txt")) == 2
+    assert verb("sample", str(run), "--seed", str(2**63)) == 2
     said = capsys.readouterr().err.splitlines()
     assert "'Z' is not in the vocabulary of the training text" in said[0]
     assert "nmrun sample takes language models" in said[1]
+    assert said[2:] == [f"nmrun: argument --seed: {2**63}: it takes {SEED.allowed}"]
+    assert verb("sample", str(run), "--tokens", "1", "--seed", str(2**63 - 1)) == 0
 
 
 @pytest.mark.slow
@@ -133,7 +137,8 @@ def test_digits_are_grey_and_of_their_own_range(tmp_path):
     torch.testing.assert_close(made, image, rtol=0, atol=0.01)  # half a step of 255
 
 
-def test_predict_says_what_an_evaluation_computes_of_texts(tmp_path, capsys):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])  # with a byte order mark
+def test_predict_says_what_an_evaluation_computes_of_texts(encoding, tmp_path, capsys):
     run = trained(
         tmp_path, "dataset=generated_text", "dataset.size=200", "model=text_encoder",
         "model.width=16", "model.heads=2", "trainer.batch_size=16",
@@ -143,7 +148,8 @@ def test_predict_says_what_an_evaluation_computes_of_texts(tmp_path, capsys):
     texts, _ = generated_reviews(200)["test"]
     rows, outputs = task.tally(model, "test")["test"]
     expected = outputs[rows.argsort()].double().softmax(1)[:5]
-    (tmp_path / "texts.txt").write_text("".join(f"{text}\n" for (text,) in texts[:5]))
+    lines = "".join(f"{text}\n" for (text,) in texts[:5])
+    (tmp_path / "texts.txt").write_text(lines, encoding=encoding)
     capsys.readouterr()
     assert verb("predict", str(run), str(tmp_path / "texts.txt")) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -157,4 +163,9 @@ def test_predict_says_what_an_evaluation_computes_of_texts(tmp_path, capsys):
     assert verb("predict", str(run), str(tmp_path / "texts.txt")) == 2
     said = capsys.readouterr()
     assert "line 2: it takes one text without a tab" in said.err
+    assert not said.out
+    (tmp_path / "texts.txt").write_text("", encoding=encoding)
+    assert verb("predict", str(run), str(tmp_path / "texts.txt")) == 2
+    said = capsys.readouterr()
+    assert "texts.txt: it is empty" in said.err
     assert not said.out

@@ -92,7 +92,9 @@ def test_a_disk_that_is_full_from_some_step_on(tmp_path, monkeypatch, capsys):
         patch.setattr(Path, "open", appending)
         result = runner.run(cfg, run_folder(cfg))
     assert result["status"] == "failed"
-    assert "No space left on device" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "No space left on device" in said
+    assert "has the traceback" not in said
     assert not list(run_folder(cfg).glob("*.partial"))
     state = checkpoint.load(run_folder(cfg) / "checkpoint.pt")
     assert state["loop"]["step"] == 6
@@ -178,11 +180,13 @@ def small_memory(monkeypatch: pytest.MonkeyPatch, passes: int) -> list[int]:
     return tried
 
 
-def test_without_memory_a_run_fails_and_says_what_to_try(tmp_path, monkeypatch):
+def test_without_memory_a_run_fails_and_says_what_to_try(tmp_path, monkeypatch, capsys):
     small_memory(monkeypatch, passes=7)
     cfg = config(tmp_path)
     result = runner.run(cfg, run_folder(cfg))
     assert (result["status"], result["error"]) == ("failed", f"step 8: {TOO_FEW}")
+    assert "run.log has the traceback" in capsys.readouterr().err
+    assert "Traceback (most recent call last)" in (run_folder(cfg) / "run.log").read_text()
 
 
 def test_a_network_that_memory_does_not_hold_is_told_without_what_is_no_help(tmp_path):

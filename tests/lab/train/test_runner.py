@@ -15,12 +15,14 @@ from errors import one_line
 from omegaconf import OmegaConf
 from runs import (
     KINDS,
+    TINY,
     after_step,
     at_work,
     config,
     evaluations,
     handled,
     kill,
+    mistakes,
     result_of,
     rows,
     signal_after,
@@ -341,9 +343,43 @@ def test_the_run_that_another_began_with_may_be_moved_meanwhile(tmp_path, monkey
     assert RunFolder(folder).finished() is not None
 
 
-@pytest.mark.parametrize("form", ["plain.safetensors", "plain.pt", "of_ddp.pth", "checkpoint.bin"])
+@pytest.mark.filterwarnings("error")
+def test_an_event_of_the_training_is_said_once(tmp_path, capsys):
+    run(config(tmp_path, "recipe=sr_ste"))
+    first = run_folder(config(tmp_path, "recipe=sr_ste"))
+    capsys.readouterr()
+    result = run(config(tmp_path, "recipe=sr_ste", f"init={first}", "seed=2"))
+    assert result["status"] == "finished"
+    (sentence,) = [
+        event["sentence"] for event in result["events"] if "2:4 before" in event["sentence"]
+    ]
+    said = capsys.readouterr()
+    assert said.out.count(sentence) == 1
+    assert said.err == ""
+
+
+@pytest.mark.parametrize("name", ["checkpoint.pt", "checkpoint.previous.pt"])
+@pytest.mark.parametrize("ended", ["finished", "killed"])
+def test_a_checkpoint_of_a_run_is_no_file_of_one_s_own(name, ended, tmp_path):
+    cfg = config(tmp_path, "recipe=dense", "trainer.epochs=2")
+    assert run(cfg)["status"] == "finished"
+    folder = run_folder(cfg)
+    (folder / "checkpoint.pt").rename(folder / name)
+    if ended == "killed":
+        (folder / "result.json").unlink()
+    moved = folder.rename(tmp_path / "moved")
+    for key in ("init", "trainer.distill"):
+        (problem,) = mistakes(["recipe=ste", *TINY[1:], f"{key}={moved / name}"])
+        assert problem.startswith(f"{key}={moved / name}: a run's checkpoint; it takes the run's")
+
+
+FORMS = ["plain.safetensors", "plain.pt", "of_ddp.pth", "checkpoint.bin", "checkpoint.pt"]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_weights_of_one_s_own(form, tmp_path):
     """A run that begins with them and learns nothing ends with them; other values are another run."""
+    (tmp_path / "config.yaml").write_text("model: {name: theirs}\n")
     words = ("recipe=dense", "optimizer.lr=1e-30", f"init={tmp_path / form}")
     ids = set()
     for fill in (0.25, 0.5):
