@@ -137,7 +137,9 @@ def values(override: Override, options: Sequence[str]) -> list[Any]:
 def length(sweep: RangeSweep) -> float:
     """How many values a range has, without making them: there may be millions, or no end."""
     span = (sweep.stop or 0) - (sweep.start or 0)
-    return math.inf if span / sweep.step == math.inf else max(0, int(-(-span // sweep.step)))
+    if not math.isfinite(steps := span / sweep.step):
+        return math.inf if steps > 0 else 0
+    return max(0, int(-(-span // sweep.step)))
 
 
 def word(key: str, value: Any) -> str:
