@@ -241,14 +241,14 @@ def image_input(file: Path, signature: dict[str, Any]) -> Tensor:
     from PIL import Image, ImageOps
     from torchvision.transforms import functional as tv
 
-    from nmrun.lab.tasks.vision.images import converted
+    from nmrun.lab.tasks.vision.classification import in_8_bits
 
     channels, height, width = signature["shape"]
     with (
         refused(f"{file} is no image: ", OSError, SyntaxError, Image.DecompressionBombError),
         Image.open(file) as opened,
     ):
-        image: Any = converted(opened, file, "L" if channels == 1 else "RGB")
+        image: Any = in_8_bits(opened, file, "L" if channels == 1 else "RGB")
     resize = signature.get("resize", {})
     if resize.get("shorter_side", width) != resize.get("crop", width):
         image = tv.center_crop(tv.resize(image, resize["shorter_side"]), [height, width])

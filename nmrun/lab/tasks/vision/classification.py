@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -166,6 +168,18 @@ def check_labelled(split: str, images: Any, labels: Any, classes: int) -> None:
         raise ConfigError(
             f"{split}: it takes tensors, images (N, ...) and labels (N,) of int64, 0 to {classes - 1}"
         )
+
+
+def in_8_bits(image: Any, path: str | Path, mode: str = "RGB") -> Any:
+    """A PIL image as ``RGB`` or ``L``, of 8 bits; of 16 bits the upper ones stay. ConfigError for
+    pixels that have no such range."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):  # PIL's own conversion makes all above 255 white
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ConfigError(f"{path} has pixels of mode {image.mode}; images have 8 or 16 bits")
+    return image.convert(mode)
 
 
 class Normalise:

@@ -24,7 +24,7 @@ from nmrun.errors import ConfigError, refused
 from nmrun.lab.keys.datasets import Digits, ImageFolder, ImageNet, Images, Subset
 from nmrun.lab.runs import documents, locks
 from nmrun.lab.tasks import storage
-from nmrun.lab.tasks.vision import Classification
+from nmrun.lab.tasks.vision.classification import Classification, in_8_bits
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
@@ -349,27 +349,15 @@ def _pixels(paths: Sequence[str], size: int) -> NDArray[np.uint8]:
     return pixels
 
 
-def converted(image: Any, path: str | Path, mode: str = "RGB") -> Any:
-    """A PIL image as ``RGB`` or ``L``, of 8 bits; of 16 bits the upper ones stay. ConfigError for
-    pixels that have no such range."""
-    from PIL import Image
-
-    if image.mode.startswith("I;16"):  # PIL's own conversion makes all above 255 white
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    elif image.mode in ("I", "F"):
-        raise ConfigError(f"{path} has pixels of mode {image.mode}; images have 8 or 16 bits")
-    return image.convert(mode)
-
-
 def decode(path: str, size: int) -> NDArray[np.uint8]:
     """An image as uint8 (size, size, 3): scaled until its shorter side fits, and the middle cut
-    out. Raises OSError with the file's name, and ConfigError as :func:`converted`.
+    out. Raises OSError with the file's name, and ConfigError as :func:`in_8_bits`.
     """
     from PIL import Image, ImageOps
 
     try:
         with documents.opened(path) as content, Image.open(content) as file:
-            image = converted(file, path)
+            image = in_8_bits(file, path)
         return np.asarray(
             image
             if image.size == (size, size)

@@ -29,8 +29,7 @@ from nmrun.lab.tasks.base import (
     thinned,
 )
 from nmrun.lab.tasks.vision.augmentation import Augment, Share
-from nmrun.lab.tasks.vision.classification import Classification, Normalise
-from nmrun.lab.tasks.vision.images import converted
+from nmrun.lab.tasks.vision.classification import Classification, Normalise, in_8_bits
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
@@ -176,7 +175,7 @@ class ImageFiles(Dataset[tuple[Tensor, int, str]]):
         from torchvision.transforms import functional as tv
 
         image = tv.center_crop(
-            tv.resize(converted(file, path), round(self.size * WHOLE)), [self.size, self.size]
+            tv.resize(in_8_bits(file, path), round(self.size * WHOLE)), [self.size, self.size]
         )
         return torch.from_numpy(np.array(image))
 
@@ -198,7 +197,7 @@ class ImageFiles(Dataset[tuple[Tensor, int, str]]):
         drafted = file.draft(None, sides)  # of a JPEG that is larger: 1/2, 1/4 or 1/8 of it
         scale = drafted[1][2] / width if drafted else 1.0
         box = [round(scale * side) for side in (left, top, left + wide, top + tall)]
-        pixels = torch.from_numpy(np.array(converted(file.crop(box), path)))
+        pixels = torch.from_numpy(np.array(in_8_bits(file.crop(box), path)))
         # what PIL's resize does, to a rounding, in half of the time
         layout = pixels[None].permute(0, 3, 1, 2)
         image = functional.interpolate(
