@@ -109,7 +109,9 @@ def upper(text: str) -> str:
 def _table(command: str) -> list[str]:
     caption, table, *_ = output(command)
     notes = [note for line in caption.splitlines()[2:] for note in line.split("; ")]
-    cautions = " ".join(f"{upper(n)}." for n in notes if not n.startswith("made by"))
+    # what the column `commit` tells, and a page's first lines
+    told = ("made by", "each cell tuned before")
+    cautions = " ".join(f"{upper(n)}." for n in notes if not n.startswith(told))
     return [table, "", cautions] if cautions else [table]
 
 

@@ -172,7 +172,7 @@ class MdGfExponential(MdGfLinear):
 class SdGfStepwise(Progressive):
     """STE with ever sparser patterns, M-1:M to N:M. M / N must be a power of two.
 
-    When to use: images from scratch under Adam, and at 1:8 and 1:16 under SGD. Not text.
+    When to use: images from scratch, from 1:8 on. Not text.
     """
 
     name: ClassVar[str] = "sdgf_stepwise"

@@ -43,10 +43,7 @@ BEGIN_WITH = (
 )
 # What one trains, and what to take.
 ADVICE = (
-    (
-        "images from scratch",
-        "under Adam [SdGf](recipes/sdgf.md) (`sdgf_stepwise`); under SGD SR-STE up to 1:4, then SdGf",
-    ),
+    ("images from scratch", "SR-STE up to 1:4, then [SdGf](recipes/sdgf.md) (`sdgf_stepwise`)"),
     (
         "text from scratch",
         "a language model: S-STE, with a tuned learning rate. Translation: [MdGf](recipes/mdgf.md) "
