@@ -1,7 +1,7 @@
 """Do the tests notice when the code is wrong? Sampled mutants of masks, recipes, checkpoints and
 statistics, each against the tests of its group.
 
-``python benchmarks/mutants.py [--sample 40] [--seed 0] [--out FILE] [GROUP ...]`` takes so many
+``python benchmarks/mutants.py [--sample 40] [--seed 0] [GROUP ...]`` takes so many
 places of each group, with one of cosmic-ray's mutations at each, runs the group's tests in a copy
 of the checkout, and lists the mutants that survive. torch is imported once: every mutant has a
 forked process, which a timeout ends as killed.
@@ -203,7 +203,6 @@ def main() -> int:
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--sample", type=int, default=40, help="mutants of each group")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--out", type=Path, help="a Markdown file for the result")
     options = parser.parse_args()
     for name in SHARED:
         importlib.import_module(name)
@@ -229,8 +228,6 @@ def main() -> int:
     blocks = "\n\n".join(f"    {mutant}".replace("\n", "\n    ") for mutant in left)
     page = "\n".join([total, "", head, *rows, "", "Survivors:", "", blocks or "    none", ""])
     print(page)
-    if options.out:
-        options.out.write_text(page)
     return 0
 
 

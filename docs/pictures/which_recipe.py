@@ -99,7 +99,7 @@ def cells(task: Task) -> pd.DataFrame:
 def multiplications(ratio: str) -> dict[str, float]:
     """The multiplications of training over the dense ones, at a ratio: means over the tuned tasks."""
     shares: dict[str, list[float]] = {}
-    for task in filter(lambda task: task.tuned, TASKS):
+    for task in [task for task in TASKS if task.tuned]:
         runs = nmrun.runs(task.path)
         runs = runs[runs.sparsity == ratio]
         share = runs["flops/training_arithmetic"] / runs["flops/training_dense"]

@@ -49,11 +49,9 @@ class NMTrainerCallback(Training, TrainerCallback):
         schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)  # in accelerate's wrapper
         # plain SGD never has any state; the schedule is saved and loaded with the optimizer
         loaded = has_state(unwrapped(optimizer)) or getattr(schedule, "last_epoch", False)
-        steps = state.max_steps
-        if saved_settings(unwrapped(optimizer).param_groups) is None:
-            # the recipe begins here; where no steps are left, the end says so
-            steps = max(1, steps - state.global_step)
-        handle = self._begin(model, optimizer, steps, state.global_step > 0)
+        resumes = saved_settings(unwrapped(optimizer).param_groups) is not None
+        made = 0 if resumes else state.global_step
+        handle = self._begin(model, optimizer, state.max_steps, state.global_step > 0, made)
         # of shards, accelerate has loaded what the optimizer had keys for then: none of nmrun's
         sharded = any(weight.is_sharded for weight in handle.sparse)
         if state.global_step and (sharded or not loaded) and not handle.recipe.step:

@@ -91,10 +91,8 @@ class NMCallback(Training, Callback):
             )
         optimizer = trainer.optimizers[number]
         steps = None if self._total_steps else planned_steps(trainer, pl_module)
-        if steps is not None:
-            made = trainer.global_step if trainer.ckpt_path is None else self._dense_steps
-            steps = max(1, steps - made)  # where none are left, the end says so
-        handle = self._begin(pl_module, optimizer, steps)
+        made = trainer.global_step if trainer.ckpt_path is None else self._dense_steps
+        handle = self._begin(pl_module, optimizer, steps, made=made)
         load_with_room(trainer.strategy, handle)
         for each in _callbacks(trainer):
             if isinstance(each, callbacks.StochasticWeightAveraging):

@@ -48,8 +48,10 @@ class Training:
         optimizer: Any,
         total_steps: int | None,
         resumed: bool = False,
+        made: int = 0,
     ) -> Handle:
-        """Make the weights sparse, as :func:`nmrun.sparsify` does. A training of these weights that
+        """Make the weights sparse, as :func:`nmrun.sparsify` does; ``made`` of the stack's
+        ``total_steps`` are of a dense training before it. A training of these weights that
         was cut off in this process is left first, also that of another callback. Where the stack
         goes on from a checkpoint (``resumed``), which its own optimizer has loaded since, it goes
         on. Raises ConfigError as :func:`nmrun.sparsify`."""
@@ -66,7 +68,9 @@ class Training:
             if not own:
                 last.stepper.warn("another training of these weights begins, and this one is left")
             last.abandon()
-        total = total_steps if self._total_steps is None else self._total_steps
+        total = self._total_steps
+        if total is None and total_steps is not None:
+            total = max(1, total_steps - made)  # where none are left, the end says so
         self.handle = sparsify(model, optimizer, *self._asked, total, **self._options)
         BEGUN.add(self.handle)
         return self.handle

@@ -44,6 +44,7 @@ NEEDED = {"recipe", "sparsity", "seed", "status", "metric", "dataset", "model"} 
 STATUSES = ("finished", "failed", "interrupted")  # that a CSV file may have
 # in a CSV file these stay texts, even where they consist of digits
 TEXTS = {"id", "commit", "dataset.sha256", *(f"{group}.{SOURCE}" for group in sources.OWN)}
+NO_TEXTS = {"": math.nan, "null": None, "true": True, "false": False}  # in any column
 OUTSIDE_BRACKETS = re.compile(r",(?![^\[{(]*[\]})])")
 LOCAL = {"folder", "track", *OF_COMMAND}  # change no result
 
@@ -200,6 +201,7 @@ def _run(line: dict[str, str]) -> dict[str, Any]:
     """The values of a line. Raises ConfigError for one that no run has."""
     if None in line or None in line.values():
         raise ConfigError("it has not as many values as there are columns")
+    # runs without a model are a table of their own
     if empty := sorted(name for name in NEEDED - {"model"} if not line[name]):
         raise ConfigError(f"{', '.join(empty)} has no value")
     run = {neutral(name): _value(name, neutral(text)) for name, text in line.items()}
@@ -219,9 +221,8 @@ def _run(line: dict[str, str]) -> dict[str, Any]:
 
 
 def _value(name: str, text: str) -> Any:
-    named = {"": math.nan, "null": None, "true": True, "false": False}
-    if text.lower() in named:
-        return named[text.lower()]
+    if (word := text.lower()) in NO_TEXTS:
+        return NO_TEXTS[word]
     # Python takes 2024_01 for 202401, and digits of other scripts too
     if name not in TEXTS and "_" not in text and text.isascii():
         for kind in (int, float):
