@@ -13,13 +13,14 @@ import ast
 import inspect
 import json
 import re
+import shlex
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from measured import PICTURE, output, result, results, upper
+from measured import PICTURE, result, results, upper
 
 from nmrun import ranges
 from nmrun.lab.config import reference
@@ -202,7 +203,8 @@ def draw() -> None:
     """Draw the pictures of the pages of results, and the one of which recipe to take."""
     for path in results():
         for command in PICTURE.findall(path.read_text(encoding="utf-8")):
-            output(command)
+            program, *words = shlex.split(command)
+            subprocess.run([sys.executable, "-m", program, *words], cwd=DOCS.parent, check=True)
     for script in ("which_recipe.py", "retraining.py"):
         subprocess.run([sys.executable, DOCS / "pictures" / script], check=True)
 

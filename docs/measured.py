@@ -19,32 +19,39 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import re
 import shlex
-import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from nmrun.lab import cli
-from nmrun.lab.compare.comparison import ALL, ALL_BUT
-from nmrun.lab.compare.notation import interval, named, scale, signed, two_digits
+from nmrun.lab.compare.comparison import ALL, ALL_BUT, Comparison, lines
+from nmrun.lab.compare.notation import (
+    interval,
+    label,
+    named,
+    scale,
+    signed,
+    two_digits,
+    words,
+)
 from nmrun.lab.compare.notation import written as in_papers
 from nmrun.lab.compare.statistics import moderated, paired, summarise
+from nmrun.lab.compare.tables import Table
 from nmrun.lab.config.reference import ADVICE, BEGIN_WITH
+from nmrun.lab.render import captions, cli, formats
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"
 BLOCK = re.compile(r"<!-- (?!picture)(\w+)(?:: ([^\n]*))? -->\n.*?<!-- end -->", re.S)
 COLUMN = re.compile(r"(?:(.*?)(?: \((exploratory)(?:: (.*?))?\))? = )?(nmrun .*)")
 PICTURE = re.compile(r"<!-- picture: (.*?) -->")
-KEY = re.compile(r"recipe|sparsity|[a-z]+\.\w+")  # what heads a column of row labels
 CLAIMS = {  # of a recipe, and where its row should stand to SR-STE
     "ste": ("SR-STE: a decay of the pruned weights helps", "behind"),
     "step": ("STEP: a dense start and a frozen second moment help", "ahead"),
@@ -83,22 +90,15 @@ def result(path: Path) -> str:
 
 
 @cache
-def output(command: str) -> list[str]:
-    """What a command of ``nmrun`` prints, by paragraph."""
-    out = io.StringIO()
-    before, sys.argv = sys.argv, shlex.split(command)
-    try:
-        with contextlib.chdir(DOCS.parent), contextlib.redirect_stdout(out):
-            if cli.main():
-                raise SystemExit(f"failed: {command}")
-    finally:
-        sys.argv = before
-    return out.getvalue().strip().split("\n\n")
+def compared(command: str) -> Comparison:
+    """What a command ``nmrun table ...`` compares."""
+    with contextlib.chdir(DOCS.parent):
+        return cli.compared(cli.table_parser().parse_intermixed_args(shlex.split(command)[2:]))
 
 
 def _advice(_: str) -> list[str]:
     """Which recipe to take, by what one trains."""
-    return [BEGIN_WITH, "", *_markdown(["what you train", "take"], [list(row) for row in ADVICE])]
+    return [BEGIN_WITH, "", *_rows(["what you train", "take"], [list(row) for row in ADVICE])]
 
 
 def upper(text: str) -> str:
@@ -107,27 +107,29 @@ def upper(text: str) -> str:
 
 
 def _table(command: str) -> list[str]:
-    caption, table, *_ = output(command)
-    notes = [note for line in caption.splitlines()[2:] for note in line.split("; ")]
-    # what the column `commit` tells, and a page's first lines
-    told = ("made by", "each cell tuned before")
-    cautions = " ".join(f"{upper(n)}." for n in notes if not n.startswith(told))
-    return [table, "", cautions] if cautions else [table]
+    found = compared(command)
+    tables = found.tables if found.overall else found.tables[:1]
+    grid = formats.over_all_cells(found) if found.overall else formats.values(*tables)
+    notes = " ".join(f"{upper(note)}." for note in captions.by_data_set(tables, captions.cautions))
+    return [_markdown(grid), "", notes] if notes else [_markdown(grid)]
 
 
 def _differences(command: str) -> list[str]:
-    *_, caption, table = output(command)
-    return [*(f"{upper(line)}." for line in caption.splitlines()), "", table]
+    *_, grid = formats.grids(compared(command).tables[-1])
+    return [*(f"{upper(line)}." for line in grid.caption), "", _markdown(grid)]
+
+
+def _markdown(grid: formats.Grid) -> str:
+    """A table without its caption."""
+    return formats.markdown(replace(grid, caption=[])).strip()
 
 
 def _cells(command: str) -> pd.DataFrame:
     """The sparse cells of a table: their ``name``, the ``labels`` in it beside the recipe, ``at`` which
     ratio, and whether they are significantly ``ahead`` of the baseline or ``behind`` it.
     """
-    text = "\n\n".join(output(f"{command} --format csv"))
-    head = text.partition("\n")[0].split(",")
-    words = dict.fromkeys(head[: _first(head)], str)
-    found = pd.read_csv(io.StringIO(text), dtype=words, keep_default_na=False, na_values=[""])
+    head, *rows = lines(compared(command))
+    found = pd.DataFrame(rows, columns=head)
     found = found[found.recipe != "dense"]
     if "--overall" in command:
         found = found[~found.dataset.str.startswith((ALL, ALL_BUT))]
@@ -135,10 +137,10 @@ def _cells(command: str) -> pd.DataFrame:
         sign = 1
     else:
         found = found.assign(at="at " + found.sparsity)
-        sign = -1 if found.metric.iloc[0].endswith("perplexity") else 1
+        sign = _sign(command)
 
     def own(cell: pd.Series) -> list[str]:
-        return [named(key, in_papers(str(cell[key]))) for key in _labels(found) if cell[key] != "-"]
+        return [named(key, in_papers(cell[key])) for key in _labels(found) if cell[key] != "-"]
 
     shown = sign * found.difference.where(found.p < 0.05) if "p" in found else 0
     labels = [own(cell) for _, cell in found.iterrows()]
@@ -147,6 +149,12 @@ def _cells(command: str) -> pd.DataFrame:
         for recipe, some in zip(found.recipe, labels, strict=True)
     ]
     return found.assign(name=names, labels=labels, ahead=shown > 0, behind=shown < 0)
+
+
+def _sign(command: str) -> int:
+    """1 where more of a table's metric is better, else -1."""
+    table = compared(command).tables[0]
+    return 1 if table.higher_is_better(table.metric) else -1
 
 
 def _labels(found: pd.DataFrame) -> list[str]:
@@ -257,7 +265,7 @@ def _verdicts(commands: str) -> list[str]:
         for recipe, (claim, _) in CLAIMS.items()
         if any(recipe in column for column in columns.values())
     ]
-    return _markdown(["claim", *columns], rows)
+    return _rows(["claim", *columns], rows)
 
 
 def _held_out(commands: str) -> list[str]:
@@ -266,7 +274,7 @@ def _held_out(commands: str) -> list[str]:
     recipe for each ratio; or those of the tasks with other data, one recipe for all ratios.
     """
     tasks = {name: _gains(command) for name, _, command in _parts(commands)}
-    lines, lost = [], []
+    rows, lost = [], []
     for name, (data, gains) in tasks.items():
         others = [other for of, other in tasks.values() if of != data]
         known, new, named_by_others = [], [], []
@@ -282,10 +290,10 @@ def _held_out(commands: str) -> list[str]:
         if means[1] < -1:
             lost.append(name)
         figures = [signed(mean, "deviations", 1) for mean in means]
-        lines.append([name, *figures, _listed(sorted({*named_by_others}))])
+        rows.append([name, *figures, _listed(sorted({*named_by_others}))])
     where = f"In {_listed(lost)} the other tasks' choice" if lost else "In no task that choice"
     head = ["task", "its own runs choose", "the other tasks choose", "what they name"]
-    return [*_markdown(head, lines), "", f"{where} loses more than a deviation of a run."]
+    return [*_rows(head, rows), "", f"{where} loses more than a deviation of a run."]
 
 
 def _gains(command: str) -> tuple[str, pd.DataFrame]:
@@ -293,13 +301,10 @@ def _gains(command: str) -> tuple[str, pd.DataFrame]:
     median deviation of the column's recipes. A failed seed counts as the recipe's worst other run.
     """
     found = _cells(command)
-    sign = -1 if found.metric.iloc[0].endswith("perplexity") else 1
     columns = {}
     for ratio, cells in found.groupby("sparsity", sort=False):
-        seeds = [map(int, str(cell).split()) for cell in cells.seeds]
-        values = [map(float, str(cell).split()) for cell in cells["values"]]
-        runs = [dict(zip(*some, strict=True)) for some in zip(seeds, values, strict=True)]
-        column = sign * pd.DataFrame(dict(zip(cells.recipe, map(pd.Series, runs), strict=True)))
+        runs = map(pd.Series, cells["values"], cells.seeds)
+        column = _sign(command) * pd.DataFrame(dict(zip(cells.recipe, runs, strict=True)))
         column = column.fillna(column.min())
         columns[ratio] = column.sub(column.sr_ste, axis=0) / cells.sd.median()
     return found.dataset.iloc[0], pd.concat(columns, names=["ratio", "seed"])
@@ -320,8 +325,8 @@ def _parts(commands: str) -> Iterator[tuple[str, list[str], str]]:
         yield name, (recipes.split(", ") if recipes else [*CLAIMS]) if marked else [], command
 
 
-def _markdown(head: list[str], lines: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines)]
+def _rows(head: list[str], cells: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *cells)]
 
 
 def _verdicts_of(command: str, exploratory: list[str]) -> dict[str, dict[str, str]]:
@@ -349,22 +354,20 @@ def _verdicts_of(command: str, exploratory: list[str]) -> dict[str, dict[str, st
     return verdicts
 
 
-def _decided(command: str, labels: pd.Series) -> bool:
-    """Whether a rule of STEP's decided the switch in any run with a row's labels, in the files of a
-    command."""
-    files = [DOCS.parent / word for word in shlex.split(command) if word.endswith(".csv")]
-    for runs in (pd.read_csv(file, dtype=str) for file in files):
-        same = (runs.reindex(columns=labels.index) == labels).all(axis=1)
-        if (runs.get("switched_by", pd.Series(index=runs.index))[same] == "rule").any():
-            return True
-    return False
+def _decided(command: str, labels: Mapping[str, str]) -> bool:
+    """Whether a rule of STEP's decided the switch in any run with a row's labels."""
+    return any(
+        run.get("switched_by") == "rule"
+        and all(label(run[key]) == text for key, text in labels.items())
+        for table in compared(command).tables
+        for run in table.records
+    )
 
 
-def _late(command: str) -> str:
+def _late(table: Table) -> str:
     """A mark where STEP switched at its latest step in all runs of a table."""
-    caption = " ".join(output(command))
-    never = "decided its switch in 0 of" in caption and "not known whether" not in caption
-    return " (t_max)" if never else ""
+    counts = captions.switches(table)
+    return " (t_max)" if counts["t_max"] and not counts["rule"] else ""
 
 
 def _lines(text: str) -> list[str]:
@@ -372,26 +375,24 @@ def _lines(text: str) -> list[str]:
     recipe.
     """
     head, _, commands = text.partition(": ")
-    lines = []
+    said = []
     for name, exploratory, command in _parts(commands):
-        caption, *_, table = output(command)
-        places, _, *rows = ([*map(str.strip, line[1:-1].split("|"))] for line in table.splitlines())
-        labels = sum(bool(KEY.fullmatch(place)) for place in places)
-        words = PLACES if exploratory else VERDICTS
-        more_is_better = "perplexity" not in caption
-        for row in rows:
-            if row[0] == _baseline(command):
+        table, verdicts = compared(command).tables[-1], PLACES if exploratory else VERDICTS
+        for row, column in itertools.product(table.rows, table.columns):
+            gap = table.differences.get((row, column))
+            if gap is None or row[0] == _baseline(command):
                 continue
-            keys = zip(places[1:labels], row[1:labels], strict=True)
-            own = [named(key, value) for key, value in keys if value != "null"]
-            for place, figure in zip(places[labels:], row[labels:], strict=True):
-                if figure == "-":  # was not run
-                    continue
-                worse = figure.startswith("\N{MINUS SIGN}") == more_is_better
-                word = words[2 if "*" not in figure else 1 if worse else 0]
-                found = f"{word}: {figure.partition(' p')[0]}{_late(command)}"
-                lines.append([", ".join([name, *own, place]), found])
-    return _markdown(["where", head], lines)
+            worse = (gap.mean < 0) == (_sign(command) > 0)
+            word = verdicts[2 if not gap.significant else 1 if worse else 0]
+            figure = interval(gap.mean, gap.low, gap.high, table.metric, gap.error)
+            own = [
+                named(key, text)
+                for key, text in zip(table.row_keys[1:], row[1:], strict=True)
+                if text != "null"
+            ]
+            where = ", ".join([name, *own, words(table.column_keys, column)])
+            said.append([where, f"{word}: {figure}{_late(table)}"])
+    return _rows(["where", head], said)
 
 
 def _contrast(files: str) -> list[str]:
@@ -399,7 +400,7 @@ def _contrast(files: str) -> list[str]:
     settings: by seed, the mean over the ratios.
     """
     metric = "test/accuracy"
-    lines = []
+    rows = []
     for name, file in (part.split(" = ") for part in files.split("; ")):
         runs = pd.read_csv(DOCS.parent / file, low_memory=False)
         # a tuned recipe has a rate of its own in each cell
@@ -418,8 +419,8 @@ def _contrast(files: str) -> list[str]:
             gap = moderated({at: gap})[at]
             rate = "".join(f" at {rate:g}" for rate in at[1:])
             figure = interval(gap.mean, gap.low, gap.high, metric, gap.error)
-            lines.append([f"{name}, {in_papers(at[0])}{rate}", f"{figure} ({gap.n})"])
-    return _markdown(["Adam against SGD", "loss under Adam - loss under SGD, in points"], lines)
+            rows.append([f"{name}, {in_papers(at[0])}{rate}", f"{figure} ({gap.n})"])
+    return _rows(["Adam against SGD", "loss under Adam - loss under SGD, in points"], rows)
 
 
 def _spoken(found: pd.DataFrame, where: pd.Series) -> str:

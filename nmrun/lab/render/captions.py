@@ -88,7 +88,7 @@ def caption(table: Table, number: str, in_papers: bool = False) -> list[str]:
         axis, agree = table.compared
         kind = "best sparse one" if table.references else "best one"
         line += f"; bold: {kind} of each {' and '.join([axis, *map(notation.setting, agree)])}"
-    notes = cautions(table)
+    notes = [*cautions(table), *_tuned(table)]
     if table.paper:
         notes.append(f"(paper): {table.paper_source}")
     # a run of a CSV file or outside of git has none
@@ -167,14 +167,15 @@ def over_all_cells(comparison: Comparison) -> list[str]:
         notes.append("no test over all cells: the last column leaves out the data set in brackets")
     if any(gap.n < FEWEST for gap in gaps):
         notes.append("no test for fewer than three seeds of a data set")
-    return [first, *("; ".join(line) for line in (notes, _of_data_sets(tables)) if line)]
+    of_data_sets = by_data_set(tables, cautions) + by_data_set(tables, _tuned)
+    return [first, *("; ".join(line) for line in (notes, of_data_sets) if line)]
 
 
-def _of_data_sets(tables: Sequence[Table]) -> list[str]:
-    """What to know before comparing the runs, and for which data sets."""
+def by_data_set(tables: Sequence[Table], notes: Callable[[Table], list[str]]) -> list[str]:
+    """The notes on some tables, and of which data sets each is."""
     by_note: dict[str, list[str]] = {}
     for table in tables:
-        for note in cautions(table):
+        for note in notes(table):
             by_note.setdefault(note, []).append(table.shared.get("dataset", ""))
     return [
         note if len(data) == len(tables) else f"{note} ({', '.join(dict.fromkeys(data))})"
@@ -186,8 +187,8 @@ def _of_data_sets(tables: Sequence[Table]) -> list[str]:
 
 
 def cautions(table: Table) -> list[str]:
-    """Notes on all runs: in what they differ, how they were chosen, what failed; none where all is
-    well."""
+    """Notes on all runs: in what they differ, how the best weights were chosen, what failed; none
+    where all is well."""
     return [*_unlike(table), *_chosen(table), *_failed(table), *_switched(table)]
 
 
@@ -202,16 +203,20 @@ def _unlike(table: Table) -> list[str]:
 
 
 def _chosen(table: Table) -> list[str]:
-    """How the runs were chosen: the best weights of each, and its settings."""
-    notes, tuned = [], _by_rows(table, _trials)
-    if "best/" in table.metric:
-        epochs = dict(sorted(_by_rows(table, _candidates).items()))
-        if len(epochs) > 1:
-            notes.append(f"the best weights are of epochs with N:M weights: {_each(epochs)}")
-    if tuned.keys() - {"none"}:
-        how = _each(tuned) if len(tuned) > 1 else next(iter(tuned))
-        notes.append(f"each cell tuned before by {how}")
-    return notes
+    """From how many epochs the best weights of a run were chosen, where runs differ in that."""
+    if "best/" not in table.metric:
+        return []
+    epochs = dict(sorted(_by_rows(table, _candidates).items()))
+    several = len(epochs) > 1
+    return [f"the best weights are of epochs with N:M weights: {_each(epochs)}"] if several else []
+
+
+def _tuned(table: Table) -> list[str]:
+    """How the settings of the runs were chosen."""
+    tuned = _by_rows(table, _trials)
+    if not tuned.keys() - {"none"}:
+        return []
+    return [f"each cell tuned before by {_each(tuned) if len(tuned) > 1 else next(iter(tuned))}"]
 
 
 def _trials(run: Run) -> str:
@@ -262,8 +267,8 @@ def _failed(table: Table) -> list[str]:
     return notes
 
 
-def _switched(table: Table) -> list[str]:
-    """In how many runs STEP's rule decided the switch, and in how many ``t_max`` did."""
+def switches(table: Table) -> Counter[str]:
+    """What decided STEP's switch, by runs: its ``rule`` or ``t_max``, or ``unknown``."""
     counts = Counter[str]()
     for run in table.records:
         if run["status"] != "finished":
@@ -272,6 +277,12 @@ def _switched(table: Table) -> list[str]:
             counts[by] += 1
         elif label(run.get("recipe.switch", "-")) in ranges.SWITCHES:
             counts["unknown"] += 1
+    return counts
+
+
+def _switched(table: Table) -> list[str]:
+    """In how many runs STEP's rule decided the switch, and in how many ``t_max`` did."""
+    counts = switches(table)
     if not counts["t_max"] and not counts["unknown"]:
         return []
     total = quantity(counts.total(), "run")

@@ -15,7 +15,7 @@ from nmrun.lab.arguments import Parser, files_of_the_command
 from nmrun.registry import choose
 
 if TYPE_CHECKING:
-    from nmrun.lab.compare.comparison import Query
+    from nmrun.lab.compare.comparison import Comparison, Query
 
 OUTPUTS = "outputs"  # where runs are by default
 RECORDS = ("csv", "json")  # for programs
@@ -36,6 +36,28 @@ SHOWS = {
 
 def table(argv: Sequence[str]) -> int:
     """``nmrun table [PATH...]``: print or write the comparison of the runs below the paths."""
+    parser = table_parser()
+    with files_of_the_command():
+        options = parser.parse_intermixed_args(argv)
+        usual = "csv" if options.runs else "markdown"
+        style = options.format or _by_suffix(options.out, BY_SUFFIX | {"": usual})
+        given = {key for key, value in vars(options).items() if value != parser.get_default(key)}
+        shown = next((name for name in SHOWS if name in given), "")
+        if wrong := sorted(given - SHOWS[shown]):
+            what = f"with --{shown}" if shown else "without --experiment"
+            raise ConfigError(f"--{wrong[0]}: it has no meaning {what}")
+        if options.runs:
+            _write(_each_run(options, choose("format", style, RECORDS)), style, options.out)
+        elif options.experiment:
+            _experiments(options, style)
+        else:
+            command = shlex.join(["nmrun", "table", *argv])
+            _write(_cells(options, style, command), style, options.out)
+    return 0
+
+
+def table_parser() -> Parser:
+    """Of the words after ``nmrun table``."""
     parser = _parser("table", "Compare the runs below PATH: mean +- standard deviation over seeds.")
     parser.add_argument(
         "--format",
@@ -75,23 +97,7 @@ def table(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--verify", action="store_true", help="refuse runs whose files changed after they finished"
     )
-    with files_of_the_command():
-        options = parser.parse_intermixed_args(argv)
-        usual = "csv" if options.runs else "markdown"
-        style = options.format or _by_suffix(options.out, BY_SUFFIX | {"": usual})
-        given = {key for key, value in vars(options).items() if value != parser.get_default(key)}
-        shown = next((name for name in SHOWS if name in given), "")
-        if wrong := sorted(given - SHOWS[shown]):
-            what = f"with --{shown}" if shown else "without --experiment"
-            raise ConfigError(f"--{wrong[0]}: it has no meaning {what}")
-        if options.runs:
-            _write(_each_run(options, choose("format", style, RECORDS)), style, options.out)
-        elif options.experiment:
-            _experiments(options, style)
-        else:
-            command = shlex.join(["nmrun", "table", *argv])
-            _write(_cells(options, style, command), style, options.out)
-    return 0
+    return parser
 
 
 def _each_run(options: Namespace, style: str) -> str:
@@ -122,16 +128,22 @@ def _experiments(options: Namespace, style: str) -> None:
 
 def _cells(options: Namespace, style: str, command: str) -> str:
     """The tables of a query; ``command`` stands above LaTeX."""
-    from nmrun.lab.compare.comparison import compare
-    from nmrun.lab.compare.runs import read_runs
     from nmrun.lab.render import formats
 
-    query, intact = _query(options, options.overall), options.verify
-    comparison = compare(read_runs(_paths(options), intact), query, intact)
+    comparison = compared(options)
     if options.bib:
         atomic.write(options.bib, formats.bibtex(comparison.tables))
     made = formats.provenance(command, comparison.tables) if style == "latex" else ""
     return made + formats.render(comparison, style)
+
+
+def compared(options: Namespace) -> Comparison:
+    """What the words after ``nmrun table`` ask for."""
+    from nmrun.lab.compare.comparison import compare
+    from nmrun.lab.compare.runs import read_runs
+
+    query, intact = _query(options, options.overall), options.verify
+    return compare(read_runs(_paths(options), intact), query, intact)
 
 
 def _write(content: str, style: str, out: Path | None) -> None:
