@@ -93,6 +93,11 @@ class CFunctions:
         assert self._library is not None
         return self._library
 
+    def address(self) -> int:
+        """Where the first function lies, for a kernel that calls it."""
+        function = getattr(self.load(), self._first)
+        return ctypes.cast(function, ctypes.c_void_p).value or 0
+
     @property
     def _first(self) -> str:
         return next(iter(self.functions))

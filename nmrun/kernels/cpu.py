@@ -1,7 +1,7 @@
 """Projections and Adam's step with a rule on the CPU: the C files of this package, built
 for one N:M (:mod:`nmrun.kernels.compiler`) and called through ctypes.
 
-Building takes about 0.5 s, with the step of Adam 1.8 s, and happens once a pattern and machine.
+Building takes about a second, and happens once a pattern and machine.
 Without a compiler everything still works, through the torch reference, and gives the same bits.
 """
 
@@ -26,6 +26,7 @@ LARGEST_M = (
     256  # the working set of a column block must stay in the first-level cache and the code small
 )
 LARGEST_BLOCK = 1 << 14  # elements, as in nm_blocks.c
+ADAM = CFunctions("Adam's step", ("nm_adam",), FLAGS, __package__, {"nm_adam": "p" * 6 + "npii"})
 
 
 def project(
@@ -44,15 +45,14 @@ def project(
     V:N:M patterns there is no soft threshold."""
     if not takes(pattern, dim, weight, out) or (kernel := load(pattern, factor != 0)) is None:
         return False
-    numbers = (ctypes.c_float * 2)(scale, factor)
+    numbers = (ctypes.c_float * 2)(factor, scale)
+    at = ctypes.addressof(numbers)
     if pattern.v == 1:
-        scalars = (int(soft), ctypes.addressof(numbers))
-        _by_steps(kernel.nm_project, weight, out, pattern, dim, scalars)
+        _by_steps(kernel.nm_project, weight, out, pattern, dim, (int(soft), at))
     elif soft:
         return False
     else:
-        faded = ctypes.addressof(numbers) + ctypes.sizeof(ctypes.c_float)
-        _by_steps(kernel.nm_project_blocks, weight, out, pattern, dim, (faded,))
+        _by_steps(kernel.nm_project_blocks, weight, out, pattern, dim, (at,))
     return True
 
 
@@ -143,7 +143,7 @@ def _has_blocks(pattern: Pattern, dim: int, weight: Tensor) -> bool:
 
 
 @cache
-def load(pattern: Pattern, fades: bool = False, adam: bool = False) -> ctypes.CDLL | None:
+def load(pattern: Pattern, fades: bool = False) -> ctypes.CDLL | None:
     """The library for this pattern, built if needed, ``fades`` with a factor for pruned weights;
     None where no C compiler works."""
     flags = [*FLAGS, f"-DN={pattern.n}", f"-DM={pattern.m}", f"-DFADES={int(fades)}"]
@@ -154,10 +154,9 @@ def load(pattern: Pattern, fades: bool = False, adam: bool = False) -> ctypes.CD
         name = "nm_blocks"
         flags.append(f"-DV={pattern.v}")
         functions = {"nm_project_blocks": "ppnnnnp", "nm_mask_blocks": "ppnnnn"}
-    names = (name, "nm_adam") if adam else (name,)
-    functions["nm_adam"] = "p" * 6 + "nnnn" + "p" + "iii"  # with ``adam`` alone
+    functions["nm_step"] = "p" * 7 + "nnnn" + "piiip"
     kernels = CFunctions(
-        f"projection to {pattern}", names, tuple(flags), "nmrun.kernels", functions
+        f"projection to {pattern}", (name,), tuple(flags), "nmrun.kernels", functions
     )
     return None if kernels.obstacle() else kernels.load()
 
@@ -165,7 +164,8 @@ def load(pattern: Pattern, fades: bool = False, adam: bool = False) -> ctypes.CD
 def takes_step(o: Operands) -> bool:
     pattern, dense = o.update.pattern, o.update.dense
     whole = dense.shape[o.update.dim] % pattern.m == 0
-    return whole and takes(pattern, o.update.dim, *o.all) and _of_step(o) is not None
+    takes_it = whole and takes(pattern, o.update.dim, *o.all)
+    return takes_it and _of_step(o) is not None and not ADAM.obstacle()
 
 
 def step_adam(o: Operands, scalars: list[float]) -> None:
@@ -182,14 +182,17 @@ def step_adam(o: Operands, scalars: list[float]) -> None:
     rows = update.dense.numel() // max(pattern.m * inner, pattern.v * gap)
     decays, scales, _, soft, _ = rule.kind
     edit = 1 if decays else 2 if scales else 0  # as nm_adam.c has them; so are the values in order
+    *values, factor = scalars
+    of_adam = (ctypes.c_float * len(values))(*values)
     scale = 1.0 if rule.soft_threshold_scale is None else float(rule.soft_threshold_scale)
-    values = (ctypes.c_float * (len(scalars) + 1))(*scalars, scale)
-    addresses = [t.data_ptr() for t in tensors]
-    addresses.append(0 if rule.mask is None else rule.mask.data_ptr())
-    flags = (edit, int(soft), int(o.frozen))
-    operands = (*addresses, BEGIN, END, inner, gap, ctypes.addressof(values), *flags)
-    in_parts(kernel.nm_adam, operands, rows, update.dense.numel())
+    of_projection = (ctypes.c_float * 2)(factor, scale)
+    mask = 0 if rule.mask is None else rule.mask.data_ptr()
+    addresses = [ADAM.address(), *(tensor.data_ptr() for tensor in tensors), mask]
+    flags = (edit, int(o.frozen), int(soft))
+    numbers = (ctypes.addressof(of_adam), *flags, ctypes.addressof(of_projection))
+    operands = (*addresses, BEGIN, END, inner, gap, *numbers)
+    in_parts(kernel.nm_step, operands, rows, update.dense.numel())
 
 
 def _of_step(o: Operands) -> ctypes.CDLL | None:
-    return load(o.update.pattern, o.update.rule.pruned_weight_factor != 0, adam=True)
+    return load(o.update.pattern, o.update.rule.pruned_weight_factor != 0)

@@ -221,3 +221,28 @@ int nm_mask_blocks(const float *restrict weight, uint8_t *restrict mask, int64_t
     for (int64_t i = 0; i < tiles(inner, gap); i++) tile_at(weight, 0, mask, tile(step, i, inner, gap), inner, gap, 0.0f);
   return 0;
 }
+
+/* nm_adam of nm_adam.c, for `count` elements. */
+typedef void Update(float *weight, const float *grad, float *first, float *second, float *out, const uint8_t *mask, int64_t count,
+                    const void *scalars, int edit, int frozen);
+
+/* A step of Adam of steps `begin` to `end`; with a mask it is what is kept, else what V:N:M keeps. There is no soft threshold. */
+int nm_step(Update *update, float *weight, const float *grad, float *first, float *second, float *out, const uint8_t *mask, int64_t begin,
+            int64_t end, int64_t inner, int64_t gap, const void *scalars, int edit, int frozen, int soft, const float *numbers) {
+  (void)soft;
+  for (int64_t step = begin; step < end; step++)
+    for (int64_t i = 0; i < tiles(inner, gap); i++) {
+      Tile t = tile(step, i, inner, gap);
+      double total[MOST];
+      if (inner <= gap) memset(total, 0, t.length * sizeof *total);
+      for (int64_t c = 0, at = t.at; c < t.count; c++, at += t.stride) {
+        update(weight + at, grad + at, first + at, second + at, out + at, mask ? mask + at : 0, t.length, scalars, edit, frozen);
+        if (!mask && inner <= gap && (c + 1) % ROWS == 0) /* while they are in the first-level cache */
+          add(total, weight + at - (ROWS - 1) * gap, t.length, gap);
+      }
+      if (mask) continue;
+      if (inner > gap) turned(weight + t.at, out + t.at, 0, inner, gap, *numbers);
+      else block(weight + t.at, out + t.at, total, t.length, inner, gap, *numbers);
+    }
+  return 0;
+}

@@ -16,6 +16,7 @@
 
 #define LANES 16
 #define BLOCK 256 /* columns of a group of rows that are put together */
+#define PIECE 1024 /* elements: five streams of them fit into the first-level cache */
 #define AHEAD 512 /* elements: what is fetched into the cache while a column block is at work */
 #define FEWER (M - N < N ? M - N + 1 : N + 1)
 #define SORTS (FEWER > 17) /* beyond, insertion takes more registers than there are */
@@ -183,11 +184,11 @@ static inline __attribute__((always_inline)) void columns(const float *restrict 
   }
 }
 
-/* The projection; numbers: scale and factor. */
+/* The projection; numbers: factor and scale. */
 __attribute__((noinline)) int nm_project(const float *restrict weight, float *restrict out, int64_t begin, int64_t end, int64_t inner, int soft,
                                          const float *numbers) {
-  if (soft) columns(weight, out, 0, begin, end, inner, 1, numbers[0], numbers[1]); /* each a loop of its own */
-  else columns(weight, out, 0, begin, end, inner, 0, numbers[0], numbers[1]);
+  if (soft) columns(weight, out, 0, begin, end, inner, 1, numbers[1], numbers[0]); /* each a loop of its own */
+  else columns(weight, out, 0, begin, end, inner, 0, numbers[1], numbers[0]);
   return 0;
 }
 
@@ -200,7 +201,7 @@ int nm_mask(const float *restrict weight, uint8_t *restrict mask, int64_t begin,
    the rows as if they stood in that order. */
 int nm_project_rows(const float *restrict weight, float *restrict out, const int64_t *restrict order, int64_t begin, int64_t end,
                      int64_t length) {
-  const float plain[2] = {1.0f, 0.0f};
+  const float plain[2] = {0.0f, 1.0f};
   float from[M * BLOCK], to[M * BLOCK];
   for (int64_t group = begin; group < end; group++)
     for (int64_t column = 0; column < length; column += BLOCK) {
@@ -211,5 +212,22 @@ int nm_project_rows(const float *restrict weight, float *restrict out, const int
       for (int j = 0; j < M; j++)
         memcpy(out + order[group * M + j] * length + column, to + j * count, count * sizeof(float));
     }
+  return 0;
+}
+
+/* nm_adam of nm_adam.c, for `count` elements. */
+typedef void Update(float *weight, const float *grad, float *first, float *second, float *out, const uint8_t *mask, int64_t count,
+                    const void *scalars, int edit, int frozen);
+
+/* A step of Adam of rows `begin` to `end`, M * inner elements each; with a mask it is what is kept, else the N largest of M. */
+int nm_step(Update *update, float *weight, const float *grad, float *first, float *second, float *out, const uint8_t *mask, int64_t begin,
+            int64_t end, int64_t inner, int64_t gap, const void *scalars, int edit, int frozen, int soft, const float *numbers) {
+  (void)gap;
+  int64_t row = M * inner, rows = row < PIECE ? PIECE / row : 1;
+  for (int64_t r = begin; r < end; r += rows) {
+    int64_t last = r + rows < end ? r + rows : end, at = r * row;
+    update(weight + at, grad + at, first + at, second + at, out + at, mask ? mask + at : 0, (last - r) * row, scalars, edit, frozen);
+    if (!mask) nm_project(weight, out, r * inner, last * inner, inner, soft, numbers);
+  }
   return 0;
 }
