@@ -39,6 +39,7 @@ from nmrun.registry import choose, did_you_mean
 # texts that Hydra reads without quotes; of letters it takes those of ASCII
 PLAIN = re.compile(r"[A-Za-z_/.][A-Za-z0-9_/.-]*")
 LAUNCHER = "hydra/launcher"
+MOST_JOBS = 10_000  # of one command, since all are composed before the first one runs
 
 
 def spelt_out(word: str) -> str:
@@ -110,11 +111,11 @@ def parsed(words: Sequence[str]) -> tuple[list[Override], list[str]]:
             override = parse(word)
             if not override.key_or_group:
                 raise HydraException
-            value = override.value()
-            if isinstance(value, RangeSweep) and value.step == 0:
-                problems.append(f"{word}: a range takes a step other than 0")
-                continue
+            if isinstance(value := override.value(), RangeSweep):
+                length(value)
             overrides.append(override)
+        except ArithmeticError:
+            problems.append(f"{word}: a range takes numbers, and a step other than 0")
         except HydraException:
             while rest and "=" not in rest[0] and word.count("{") > word.count("}"):
                 word += f" {rest.pop(0)}"  # the shell cut it at its spaces
@@ -135,11 +136,19 @@ def values(override: Override, options: Sequence[str]) -> list[Any]:
 
 
 def length(sweep: RangeSweep) -> float:
-    """How many values a range has, without making them: there may be millions, or no end."""
+    """How many values a range has, without making them: there may be millions, or no end. Raises
+    ArithmeticError where a step of 0 or no number is in it."""
     span = (sweep.stop or 0) - (sweep.start or 0)
-    if not math.isfinite(steps := span / sweep.step):
+    if math.isnan(steps := span / sweep.step):
+        raise ArithmeticError
+    if math.isinf(steps):
         return math.inf if steps > 0 else 0
     return max(0, int(-(-span // sweep.step)))
+
+
+def too_many(jobs: float) -> str:
+    """Say that a sweep has more jobs than a command takes."""
+    return f"a sweep of {jobs:,} jobs: one command takes {MOST_JOBS:,}"
 
 
 def word(key: str, value: Any) -> str:
@@ -290,13 +299,16 @@ def _rows(words: Sequence[str]) -> list[list[str]]:
 
     The rows of several ``zip=`` words are combined with each other, and with all other swept keys.
     Raises ConfigError for keys that are not swept, are zipped twice, or have different numbers of
-    values.
+    values, and for more rows than a command takes, which are not made.
     """
     others = [word for word in words if key(word) != "zip"]
     zips = [word for word in words if key(word) == "zip"]
     if not zips:
         return [others]
-    written = {key(word): word for word in others}
+    overrides, unreadable = parsed(others)
+    if unreadable:  # precheck reports these
+        return [others]
+    written = {key(word): override for word, override in zip(others, overrides, strict=True)}
     keys = [zipped.partition("=")[2].split(",") for zipped in zips]
     problems = [
         f"zip: {name} is zipped twice"
@@ -312,8 +324,9 @@ def _rows(words: Sequence[str]) -> list[list[str]]:
             continue
         try:
             columns = [_listed(written[name]) if name in written else [] for name in names]
-        except (HydraException, ValueError):  # precheck reports words that cannot be read
-            return [others]
+        except ConfigError as error:
+            problems += error.problems
+            continue
         counts = dict(zip(names, map(len, columns), strict=True))
         problems += [
             f"{zipped}: {name} has no list of values here, as in {name}=a,b"
@@ -325,6 +338,8 @@ def _rows(words: Sequence[str]) -> list[list[str]]:
             have = ", ".join(f"{name} {count}" for name, count in counts.items())
             problems.append(f"{zipped}: these keys must have as many values each, and have: {have}")
         axes.append([dict(zip(names, row, strict=True)) for row in zip(*columns, strict=False)])
+    if not problems and (rows := math.prod(map(len, axes))) > MOST_JOBS:
+        problems.append(f"{' '.join(zips)}: {too_many(rows)}")
     raise_all(problems)
     sweeps = []
     for choice in itertools.product(*axes):
@@ -340,8 +355,11 @@ def _rows(words: Sequence[str]) -> list[list[str]]:
     return sweeps
 
 
-def _listed(word: str) -> list[str]:
-    """The values that an override lists; none for one value, an interval or a glob."""
-    override = parse(word)
-    listed = override.is_discrete_sweep() and not isinstance(override.value(), Glob)
+def _listed(override: Override) -> list[str]:
+    """The values that an override lists; none for one value, an interval or a glob. ConfigError for a
+    range of more than a command takes."""
+    value = override.value()
+    if isinstance(value, RangeSweep) and (count := length(value)) > MOST_JOBS:
+        raise ConfigError(f"{override.input_line}: {too_many(count)}")
+    listed = override.is_discrete_sweep() and not isinstance(value, Glob)
     return list(override.sweep_string_iterator()) if listed else []

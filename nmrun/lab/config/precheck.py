@@ -29,8 +29,6 @@ from nmrun.lab.keys.options import NAMED, RATIO
 from nmrun.lab.signals import of_interrupt
 from nmrun.patterns import Pattern, PatternError
 
-MOST_JOBS = 10_000  # of one command, since all are composed before the first one runs
-
 
 class Job(NamedTuple):
     """The overrides of a run, and its checked config."""
@@ -94,11 +92,9 @@ def read(
                     sweep = _Sweep(words, multirun, hydras, problems)
                     launcher, known = sweep.hydra.launcher, sweep.hydra.known
                     sweep.compose(jobs, cache)
-                    if len(jobs) > MOST_JOBS:
-                        line = (
-                            f"sweeps of {len(jobs):,} jobs or more: one command takes {MOST_JOBS:,}"
-                        )
-                        problems.append(line)
+                    if len(jobs) > command_line.MOST_JOBS:
+                        most = f"one command takes {command_line.MOST_JOBS:,}"
+                        problems.append(f"sweeps of {len(jobs):,} jobs or more: {most}")
                         break
             except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
                 named = isinstance(error, yaml.YAMLError) or getattr(error, "filename", None)
@@ -157,7 +153,7 @@ class _Sweep:
             self.overrides.append(override)
             return
         value = override.value()
-        if isinstance(value, RangeSweep) and command_line.length(value) > MOST_JOBS:
+        if isinstance(value, RangeSweep) and command_line.length(value) > command_line.MOST_JOBS:
             self.count *= command_line.length(value)  # too many to make, which compose says
             return
         words = [_word(value) for value in command_line.values(override, options or [])]
@@ -202,9 +198,8 @@ class _Sweep:
     def compose(self, jobs: dict[str, Job], cache: Cache) -> None:
         """Compose and check each job, and add those that are not there yet, by what they come to:
         sweeps may share runs, and a dense run is the same whatever its ratio."""
-        if self.count > MOST_JOBS:
-            line = f"a sweep of {self.count:,} jobs: one command takes {MOST_JOBS:,}"
-            self.problems.append(line)
+        if self.count > command_line.MOST_JOBS:
+            self.problems.append(command_line.too_many(self.count))
             return
         products = composition.product(self.overrides)
         every = [list(map(command_line.unescaped, words)) for words in products]

@@ -406,21 +406,20 @@ def _not_installed(plain: dict[str, Any], builtin: Collection[str]) -> Iterator[
 
 def _no_weights(plain: dict[str, Any]) -> Iterator[str]:
     for key, place in options.weights_named(plain).items():
+        path, of_recipe = expanded(place), key.startswith("recipe.")
         folder, name = weights_in(place)
-        # a recipe takes any file, of a run or not
-        taken = key.startswith("recipe.") and expanded(place).is_file()
-        if not (taken or own_weights(place)) and (why := folder.without(name)):
-            path = expanded(place)
+        files = run_folder.OWN
+        taken = own_weights(place) is not None
+        if of_recipe:  # which takes a file of one kind, of a run or not
+            files = files[:1]
+            taken = path.suffix in files and path.is_file()
+        if not taken and (why := folder.without(name)):
             if run_folder.is_checkpoint(path):
-                files = ", ".join(run_folder.WEIGHTS)
-                why = f"a run's checkpoint; it takes the run's folder, or one of its {files}"
-            elif key == "init" and path.is_file():
-                why = f"a file of weights is {', '.join(run_folder.OWN)}"
-            elif (
-                path.suffix in run_folder.OWN
-                and path.name not in run_folder.WEIGHTS
-                and not path.exists()
-            ):
+                theirs = ", ".join(run_folder.WEIGHTS)
+                why = f"a run's checkpoint; it takes the run's folder, or one of its {theirs}"
+            elif path.suffix not in files and path.is_file():
+                why = f"a file of weights is {', '.join(files)}"
+            elif path.suffix in files and path.name not in run_folder.WEIGHTS and not path.exists():
                 why = "there is no such file"
             yield f"{key}={place}: {why}"
 

@@ -217,7 +217,7 @@ def _attached(
     return sparsify(
         model,
         optimizer,
-        recipe=recipe.target or recipe.name,
+        recipe=recipes.find(recipe.target or recipe.name)(**recipe.options),  # names are checked
         pattern=config.pattern or "2:4",  # unused by the dense recipe
         total_steps=total_steps,
         include=config.model.include,
@@ -227,7 +227,6 @@ def _attached(
         mvue=trainer.mvue,
         fp8=trainer.fp8,
         input_gradient=trainer.input_gradient,
-        **recipe.options,
     )
 
 

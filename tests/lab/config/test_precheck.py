@@ -119,8 +119,25 @@ def test_a_command_has_so_many_jobs_and_no_more(words, count):
     assert problem == f"a sweep of {count} jobs: one command takes 10,000"
 
 
+@pytest.mark.parametrize(
+    ("words", "many"),
+    [
+        ("seed=range(0,10000000) trainer.epochs=range(0,10000000) zip=seed,trainer.epochs",
+         "seed=range(0,10000000): a sweep of 10,000,000 jobs"),
+        ("seed=0,1 optimizer.lr=range(0,inf) zip=seed,optimizer.lr", "optimizer.lr=range(0,inf): a sweep of inf jobs"),
+        ("seed=range(0,5000) trainer.epochs=range(0,5000) zip=seed,trainer.epochs "
+         "optimizer.lr=range(0,5000) model.dropout=range(0,5000) zip=optimizer.lr,model.dropout",
+         "zip=seed,trainer.epochs zip=optimizer.lr,model.dropout: a sweep of 25,000,000 jobs"),
+    ],
+)  # fmt: skip
+def test_rows_that_are_too_many_are_not_made_either(words, many):
+    with pytest.raises(ConfigError) as raised:
+        command_line.expand(words.split(), multirun=True)
+    assert str(raised.value) == f"{many}: one command takes 10,000"
+
+
 def test_the_rows_of_a_zip_are_jobs_of_one_command(monkeypatch):
-    monkeypatch.setattr(precheck, "MOST_JOBS", 5)
+    monkeypatch.setattr(command_line, "MOST_JOBS", 5)
     words = ["zip=sparsity,optimizer.lr", "sparsity=2:4,1:4", "optimizer.lr=1e-3,3e-3"]
     few, many = (
         command_line.expand([*words, f"seed={seeds}"], multirun=True) for seeds in ("0,1", "0,1,2")

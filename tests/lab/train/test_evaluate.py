@@ -150,5 +150,15 @@ def test_a_key_takes_a_run_or_a_file_of_its_weights(key, tmp_path, monkeypatch):
     ):
         (line,) = refused(f"'~/{place}'")
         assert line.startswith(f"{key}=~/{place}: {why}")
+    recipe = key == "recipe.masks"  # which reads by safetensors alone
+    takes = ".safetensors" if recipe else ".safetensors, .pt, .pth, .bin"
+    for name in ("notes.txt", "mine.pt"):
+        (tmp_path / name).touch()
+        line = f"{key}=~/{name}: a file of weights is {takes}"
+        assert refused(f"'~/{name}'") == ([line] if recipe or name == "notes.txt" else [])
+    (tmp_path / "ste" / "result.json").unlink()
+    for name in ("best", "model"):  # any file is good enough for a recipe
+        told = [] if recipe else [f"{key}=~/ste/{name}.safetensors: no finished run is there"]
+        assert refused(f"'~/ste/{name}.safetensors'") == told
     with pytest.raises(ConfigError, match=r"a run's weights are model.safetensors, best"):
         RunFolder(tmp_path / "ste").demand(key, "other.safetensors")

@@ -368,8 +368,9 @@ def test_a_checkpoint_of_a_run_is_no_file_of_one_s_own(name, ended, tmp_path):
     if ended == "killed":
         (folder / "result.json").unlink()
     moved = folder.rename(tmp_path / "moved")
-    for key in ("init", "trainer.distill"):
-        (problem,) = mistakes(["recipe=ste", *TINY[1:], f"{key}={moved / name}"])
+    for key in ("init", "trainer.distill", "recipe.masks"):
+        recipe = "maskllm" if key == "recipe.masks" else "ste"
+        (problem,) = mistakes([f"recipe={recipe}", *TINY[1:], f"{key}={moved / name}"])
         assert problem.startswith(f"{key}={moved / name}: a run's checkpoint; it takes the run's")
 
 
