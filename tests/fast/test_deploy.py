@@ -427,6 +427,8 @@ def test_training_and_odd_samples_are_refused_in_one_line() -> None:
         nmrun.deploy(mlp(), 1.0)
     with pytest.raises(ConfigError, match=r"^dict is no module: give deploy the model$"):
         nmrun.deploy({**model.state_dict()}, torch.randn(2, 16))
+    with pytest.raises(ConfigError, match=r"^compile=no: it takes true or false$"):
+        nmrun.deploy(mlp(), torch.randn(2, 40), compile="no")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^the model is on meta: load its weights first$"):
         nmrun.deploy(mlp().to("meta"), torch.randn(2, 40, device="meta"))
 
