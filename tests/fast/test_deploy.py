@@ -161,7 +161,7 @@ def test_attention_across_two_sequences(batch_first: bool, batched: bool) -> Non
         expected = [model(q, k, v, **kwargs) for kwargs in calls]
         choices = by_name(nmrun.deploy(model, (q, k, v)))
         assert isinstance(model.attention, PackedAttention)
-        for part, seen in (("queries", q), ("keys, values", k)):
+        for part, seen in (("queries", q), ("keys, values", torch.cat((k, v)))):
             reason = choices[f"attention.in_proj_weight[{part}]"].reason
             assert f", {seen.numel() // 32} tokens" in reason
         for kwargs, right in zip(calls, expected, strict=True):
