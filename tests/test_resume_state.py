@@ -250,6 +250,25 @@ def test_a_model_that_was_saved_as_it_is_evaluated_keeps_its_frozen_weights(orde
     other[2].finalize()
 
 
+@pytest.mark.parametrize("order", ["smo", "som"])
+@pytest.mark.parametrize("recipe", ["proxsparse", "maskllm", "cast"])
+def test_a_model_that_was_saved_as_it_is_evaluated_resumes_where_it_comes_first(recipe, order):
+    """After the optimizer the first forward pass is with other weights, which is said."""
+    model, optimizer, handle = start(recipe)
+    train(model, optimizer, range(7))
+    with handle.evaluation_weights():
+        other = resumed(recipe, stored(model, optimizer), order)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(*other[:2], range(7, 9))
+    train(model, optimizer, range(7, 9))
+    first = order == "smo"
+    assert sum("load the model before the optimizer" in str(w.message) for w in caught) == (
+        not first
+    )
+    assert (everything(*other) == everything(model, optimizer, handle)) == first
+
+
 @pytest.mark.parametrize("recipe", SCORED)
 def test_a_state_that_is_saved_after_a_failed_step_has_the_groups_of_the_optimizer(
     recipe, monkeypatch

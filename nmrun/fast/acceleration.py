@@ -40,7 +40,7 @@ from nmrun.fast.measurement import (
 from nmrun.products import layer, simulation
 from nmrun.products.attention import DotProductAttention
 from nmrun.products.layer import Phase
-from nmrun.ranges import ACCELERATION, check_values, one_of
+from nmrun.ranges import ACCELERATION, FLAG, check_values, one_of
 from nmrun.sparsity.weight import SparseWeight
 
 
@@ -100,10 +100,13 @@ def accelerate(
         What each layer got, and why: all sparse layers, and the dense ones that were measured.
 
     Raises:
-        ConfigError: for a wrong mode; and where no layer can be accelerated,
+        ConfigError: for a wrong mode or value; and where no layer can be accelerated,
             unless mode is ``auto`` or ``off``.
     """
-    check_values({"acceleration": one_of(*ACCELERATION)}, {"acceleration": mode})
+    check_values(
+        {"acceleration": one_of(*ACCELERATION), "whole_gradients": FLAG},
+        {"acceleration": mode, "whole_gradients": whole_gradients},
+    )
     _take_back(handle)
     device = next((p.device for p in handle.model.parameters()), torch.device("cpu"))
     side: Any = _side(device)

@@ -66,7 +66,7 @@ from nmrun.fast.sites import (
     watch,
 )
 from nmrun.patterns import Pattern
-from nmrun.ranges import Check, check_values, number, plain
+from nmrun.ranges import FLAG, Check, check_values, number, plain
 from nmrun.sparsity.layers import check_module
 from nmrun.sparsity.weight import LIVE
 
@@ -135,7 +135,7 @@ def deploy(
             kind, and for ``precision="int8"`` on a processor or device without such products. No
             layer is changed then.
     """
-    _check(model, precision, tolerance)
+    _check(model, precision, tolerance, compile)
     for name, parameter in model.named_parameters():
         if LIVE.get(id(parameter)) is parameter:
             raise ConfigError(f"{name} is in training: call finalize() on its handle, then deploy")
@@ -178,13 +178,15 @@ def deploy(
 PRECISION = Check(f"{INT8}, or None", lambda value: value in (None, INT8))
 
 
-def _check(model: nn.Module, precision: str | None, tolerance: float) -> None:
+def _check(model: nn.Module, precision: str | None, tolerance: float, compile: bool) -> None:
     """Raise ConfigError, in one line, for what is no module and a precision that cannot be had."""
     check_module(model, "deploy")
     if "meta" in devices(model):
         raise ConfigError("the model is on meta: load its weights first")
-    ranges = {"precision": PRECISION, "tolerance": number(0, 1)}
-    check_values(ranges, {"precision": precision, "tolerance": plain(tolerance)})
+    check_values(
+        {"precision": PRECISION, "tolerance": number(0, 1), "compile": FLAG},
+        {"precision": precision, "tolerance": plain(tolerance), "compile": compile},
+    )
     if precision and (why := int8.KERNELS.obstacle()):
         raise ConfigError(f"precision={INT8}: {why}")
     elsewhere = devices(model) - {"cpu"}

@@ -306,7 +306,9 @@ def watch(model: nn.Module, by_module: Mapping[nn.Module, list[Site]], sample: A
         inputs = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
         query, key_value, out = by_module[module]
         query.note(inputs["query"])
-        key_value.note(inputs["key"])
+        key, value = inputs["key"], inputs["value"]
+        # one layer is given both, and is judged by both
+        key_value.note(key if value is key else torch.cat((key, value)))
         if out.given:  # it is given as many tokens as the queries are
             out.note(inputs["query"])
         else:

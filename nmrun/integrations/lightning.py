@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from nmrun.integrations.training import Training, end, warn_if_late
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.step.handle import Handle
-from nmrun.step.resume import saved_settings
+from nmrun.step.resume import KEY, saved_settings
 
 
 class NMCallback(Training, Callback):
@@ -58,10 +59,8 @@ class NMCallback(Training, Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Note the steps of a checkpoint that is of a dense training: the recipe begins after them.
-        Shards (FSDP2) are loaded too late for that."""
-        states = checkpoint.get("optimizer_states", [])
-        resumes = any(saved_settings(state["param_groups"]) for state in states)
-        self._dense_steps = 0 if resumes else checkpoint["global_step"]
+        Shards (FSDP2) are loaded later, see :func:`load_with_room`."""
+        self._dense_steps = 0 if is_sparse_training(checkpoint) else checkpoint["global_step"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the weights sparse; the optimizer's state is loaded after this. Raises ConfigError
@@ -91,12 +90,16 @@ class NMCallback(Training, Callback):
             )
         optimizer = trainer.optimizers[number]
         steps = None if self._total_steps else planned_steps(trainer, pl_module)
-        made = trainer.global_step if trainer.ckpt_path is None else self._dense_steps
-        handle = self._begin(pl_module, optimizer, steps, made=made)
-        load_with_room(trainer.strategy, handle)
-        for each in _callbacks(trainer):
-            if isinstance(each, callbacks.StochasticWeightAveraging):
-                average_dense(each, handle)
+
+        def start(made: int) -> Handle:
+            handle = self._begin(pl_module, optimizer, steps, made=made)
+            for each in _callbacks(trainer):
+                if isinstance(each, callbacks.StochasticWeightAveraging):
+                    average_dense(each, handle)
+            return handle
+
+        handle = start(trainer.global_step if trainer.ckpt_path is None else self._dense_steps)
+        load_with_room(trainer.strategy, handle, start)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the phase, after a checkpoint was loaded."""
@@ -162,15 +165,36 @@ def planned_steps(trainer: Trainer, module: LightningModule) -> int | None:
     return int(steps) if 0 < steps < float("inf") else None  # -1 where the data have no length
 
 
-def load_with_room(strategy: Any, handle: Handle) -> None:
-    """Let a strategy whose checkpoints are folders of shards (FSDP2) load what a sparse phase has
-    saved, into a training that begins with a dense one."""
+def is_sparse_training(checkpoint: dict[str, Any]) -> bool:
+    """Whether a checkpoint, read from one file, is of a training with a recipe."""
+    states = checkpoint.get("optimizer_states", [])
+    return any(saved_settings(state["param_groups"]) for state in states)
+
+
+def load_with_room(strategy: Any, handle: Handle, start: Callable[[int], Handle]) -> None:
+    """Let a strategy that loads a checkpoint once the weights are sparse (FSDP2) load what a sparse
+    phase has saved, into a training that begins with a dense one. After a checkpoint of a dense
+    training ``start(steps)`` begins the recipe anew, with the steps that are left."""
     kind = type(strategy)
+    if not strategy.restore_checkpoint_after_setup:
+        return
 
     def load(path: Any, *arguments: Any, **options: Any) -> Any:
         if (Path(path) / ".metadata").is_file():
-            handle.make_room(FileSystemReader(path).read_metadata())
-        return kind.load_checkpoint(strategy, path, *arguments, **options)
+            metadata = FileSystemReader(path).read_metadata()
+            handle.make_room(metadata)
+            resumes = any(f".{KEY}." in key for key in metadata.state_dict_metadata)
+        else:
+            kinds = options.get("weights_only")
+            saved = torch.load(path, mmap=True, map_location="cpu", weights_only=kinds)
+            resumes = is_sparse_training(saved)
+        begins = bool(handle.sparse) and not resumes  # validation loads after the end
+        if begins:  # torch takes the clock that the optimizer has for a loaded one, or misses it
+            handle.abandon()
+        checkpoint = kind.load_checkpoint(strategy, path, *arguments, **options)
+        if begins:
+            start(checkpoint["global_step"])
+        return checkpoint
 
     strategy.load_checkpoint = load
 

@@ -29,6 +29,7 @@ from nmrun.patterns import Pattern
 from nmrun.permutation.channels import Channels, holders, input_channels
 from nmrun.permutation.permute import assigned_order, reorder
 from nmrun.products.attention import slow_path, uncompiled
+from nmrun.ranges import FLAG, check_values
 from nmrun.sparsity.check import layer_report, weights_report
 from nmrun.sparsity.layers import check_module
 from nmrun.sparsity.select import LeftDense, select, why_none
@@ -111,6 +112,7 @@ def prune(
             inverse. The layers before it are pruned then.
     """
     check_module(model, "prune")
+    check_values({"pad": FLAG}, {"pad": pad})
     others = inspect.signature(prune).parameters
     pruner, pattern = oneshot.build(method, hyperparameters, others), Pattern.parse(pattern)
     calibration = [] if isinstance(batches, str | Tensor | Mapping) else list(batches)

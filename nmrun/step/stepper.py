@@ -160,6 +160,7 @@ class Stepper:
         if first:
             self._check_places()
         self.notice_changes()
+        self._warn_if_evaluated()
         if first and self.recipe.step == 0:
             self._warn_if_pruned()
         if self.measure_flips:
@@ -191,6 +192,19 @@ class Stepper:
                 f"the weights are {self.recipe.pattern} before the first step, so the pruned ones begin "
                 "at 0. After nmrun.prune this is meant; to go on with a training, load the state of its "
                 "optimizer too"
+            )
+
+    def _warn_if_evaluated(self) -> None:
+        """Warn of a step with the gradients of a model that was loaded as it is evaluated, after the
+        optimizer: the dense weights are right, and the forward pass was with others."""
+        if not self.recipe.evaluates_final:
+            return
+        moved = [w for w in self.sparse if w.moved() and not _hidden(w.dense)]
+        loaded = [w.name for w in moved if not self._is(w, self.recipe.project)]
+        if loaded:
+            self.warn(
+                f"{loaded[0]} was loaded as it is evaluated, and this step's gradients are of that: of "
+                "such a checkpoint load the model before the optimizer"
             )
 
     def recover(self) -> None:
@@ -349,18 +363,15 @@ class Stepper:
     def differs(self, weight: SparseWeight) -> bool:
         """Whether the parameter is not the projection of the dense weight, nor what evaluation shows,
         of which a loaded model may have been saved; never where that cannot be asked."""
-        dense, used = weight.dense, weight.weight
-        if _hidden(dense):
+        if _hidden(weight.dense) or self._is(weight, self.recipe.project):
             return False
-        projections = [self.recipe.project]
-        if self.recipe.evaluates_final:
-            projections.append(self.recipe.project_final)
-        expected = torch.empty_like(dense)
-        for project in projections:
-            project(weight, expected)
-            if torch.equal(expected, used) or torch.equal(expected.nan_to_num(), used.nan_to_num()):
-                return False
-        return True
+        return not (self.recipe.evaluates_final and self._is(weight, self.recipe.project_final))
+
+    def _is(self, weight: SparseWeight, project: Callable[[SparseWeight, Tensor], None]) -> bool:
+        """Whether the parameter is this projection of the dense weight."""
+        used, expected = weight.weight, torch.empty_like(weight.dense)
+        project(weight, expected)
+        return torch.equal(expected, used) or torch.equal(expected.nan_to_num(), used.nan_to_num())
 
     def leave(self) -> None:
         """Take hooks and tensors out of the optimizer; the parameters stay as they are. A second

@@ -294,6 +294,8 @@ def test_why_layers_stay_dense() -> None:
     assert accelerate(handle, lambda: pytest.fail("nor here"), "off") == []
     with pytest.raises(ConfigError, match="acceleration=fast: it takes one of auto, off, force, "):
         accelerate(handle, passing(model), "fast")
+    with pytest.raises(ConfigError, match="whole_gradients=no: it takes true or false"):
+        accelerate(handle, passing(model), whole_gradients="no")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("pattern", ["1:2", "1:3", "1:4", "2:8", "1:16"])

@@ -161,7 +161,7 @@ def test_attention_across_two_sequences(batch_first: bool, batched: bool) -> Non
         expected = [model(q, k, v, **kwargs) for kwargs in calls]
         choices = by_name(nmrun.deploy(model, (q, k, v)))
         assert isinstance(model.attention, PackedAttention)
-        for part, seen in (("queries", q), ("keys, values", k)):
+        for part, seen in (("queries", q), ("keys, values", torch.cat((k, v)))):
             reason = choices[f"attention.in_proj_weight[{part}]"].reason
             assert f", {seen.numel() // 32} tokens" in reason
         for kwargs, right in zip(calls, expected, strict=True):
@@ -427,6 +427,8 @@ def test_training_and_odd_samples_are_refused_in_one_line() -> None:
         nmrun.deploy(mlp(), 1.0)
     with pytest.raises(ConfigError, match=r"^dict is no module: give deploy the model$"):
         nmrun.deploy({**model.state_dict()}, torch.randn(2, 16))
+    with pytest.raises(ConfigError, match=r"^compile=no: it takes true or false$"):
+        nmrun.deploy(mlp(), torch.randn(2, 40), compile="no")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^the model is on meta: load its weights first$"):
         nmrun.deploy(mlp().to("meta"), torch.randn(2, 40, device="meta"))
 

@@ -118,6 +118,28 @@ def test_the_output_of_attention_is_judged_by_what_it_is_given() -> None:
         assert share(model(x), expected) < 0.05
 
 
+class Across(Attention):
+    def forward(self, key: Tensor, value: Tensor) -> Tensor:
+        return self.attention(key, key, value, None, False)[0]
+
+
+@needs_int8
+@pytest.mark.usefixtures("faster")
+def test_the_projection_of_keys_and_values_is_judged_by_both() -> None:
+    """The values have an outlier, and the keys have none."""
+    torch.manual_seed(0)
+    model, (key, value) = Across().eval(), torch.randn(2, 2, 40, 256)
+    for weight in (model.attention.in_proj_weight, model.attention.out_proj.weight):
+        weight.data *= nm_mask(weight.data, "1:16", 1)
+    value[..., 3] *= 3000.0
+    model.attention.in_proj_weight.data[:, 3] *= 1e-5
+    expected = model(key, value).detach()
+    choices = nmrun.deploy(model, (key, value), precision="int8", tolerance=0.05)
+    assert [c.path for c in choices[:3]] == ["int8", "packed", "int8"]
+    with torch.no_grad():
+        assert share(model(key, value), expected) < 0.05
+
+
 @needs_int8
 @pytest.mark.usefixtures("faster")
 def test_a_sample_of_zeros_shows_nothing() -> None:

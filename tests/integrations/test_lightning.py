@@ -125,30 +125,64 @@ def one_process() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("recipe", ["asp", "step"])
-def test_shards_resume_from_both_phases(recipe, tmp_path):
-    """FSDP2 saves a folder, and loads what the training that begins has names for."""
+def in_shards(
+    folder: Path,
+    added: list[Any],
+    start: Path | None = None,
+    one_file: bool = False,
+    **changes: Any,
+) -> dict[str, torch.Tensor]:
+    """The weights that a training by FSDP2 ends with."""
 
     class Sharded(lit.Module):
         def configure_model(self) -> None:
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
+    module, sizes = Sharded(), {"data_parallel_size": 1, "tensor_parallel_size": 1}
+    strategy = strategies.ModelParallelStrategy(**sizes, save_distributed_checkpoint=not one_file)
+    options = {"gradient_clip_val": None, "enable_checkpointing": True, "devices": 1, **changes}
+    trainer = lit.trainer(folder, [*added, saves(folder)], strategy=strategy, **options)
+    trainer.fit(module, lit.loader(), ckpt_path=start)
+    return {name: p.full_tensor() for name, p in module.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("one_file", [False, True])
+@pytest.mark.parametrize("recipe", ["asp", "step"])
+def test_shards_resume_from_both_phases(recipe, one_file, tmp_path):
+    """FSDP2 saves a folder, and loads what the training that begins has names for; or one file."""
+
     def trained(start: Path | None) -> Any:
-        module, watch = Sharded(), callback(recipe)
-        strategy = strategies.ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
-        options = {"gradient_clip_val": None, "enable_checkpointing": True, "devices": 1}
-        files = saves(tmp_path / str(start is None))
-        trainer = lit.trainer(tmp_path, [watch, files], strategy=strategy, **options)
-        trainer.fit(module, lit.loader(), ckpt_path=start)
-        assert watch.handle.recipe.step == lit.STEPS
+        watch = callback(recipe)
+        ended = in_shards(tmp_path / str(start is None), [watch], start, one_file)
+        assert watch.handle.recipe.total_steps == watch.handle.recipe.step == lit.STEPS
         assert all(weight.is_sharded for weight in watch.handle.finished)
-        return bits({name: p.full_tensor() for name, p in module.named_parameters()})
+        return bits(ended)
 
     whole = trained(None)
     for epoch in (0, 2):
         assert trained(tmp_path / "True" / f"epoch={epoch}.ckpt") == whole, epoch
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("one_file", [False, True])
+@pytest.mark.parametrize("recipe", ["sr_ste", "step"])
+def test_a_recipe_begins_with_the_shards_of_a_dense_training(recipe, one_file, tmp_path):
+    """With their weights, and with the steps that follow."""
+    dense = in_shards(tmp_path, [], one_file=one_file, max_epochs=1)
+    began: dict[str, torch.Tensor] = {}
+
+    class Looks(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            began.update({w.name: w.dense.clone() for w in watch.handle.sparse})
+
+    watch = callback(recipe)
+    in_shards(tmp_path / "sparse", [watch, Looks()], tmp_path / "epoch=0.ckpt", one_file)
+    assert watch.handle.recipe.total_steps == watch.handle.recipe.step == 9
+    assert len(began) == 3
+    assert bits(began) == bits({name: dense[name] for name in began})
 
 
 def cut_off() -> Any:

@@ -475,6 +475,7 @@ def test_asp_keeps_the_mask_of_the_pruned_weights():
         ({"include": "nothing"}, "include: 'nothing' matches no layer's whole name"),
         ({"batches": [(tokens()[0], torch.zeros(4))]}, "the model does not take this batch: "),
         ({"batches": [torch.randn(2, 5)]}, "the model does not take this batch: "),
+        ({"pad": "no"}, "pad=no: it takes true or false"),
     ],
 )  # fmt: skip
 def test_mistakes_get_a_line_and_change_nothing(change, line):

@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,13 +86,14 @@ def check(cfg: Any) -> None:
         )
 
 
-def begin(trainer: Trainer) -> Handle:
-    """Make the weights of a fairseq trainer sparse, as its options ask for. Raises ConfigError where
-    options or optimizer cannot serve, TypeError for an unknown hyperparameter."""
+def begin(trainer: Trainer, planned: int | None, made: int = 0) -> Handle:
+    """Make the weights of a fairseq trainer sparse, as its options ask for; ``made`` of the
+    ``planned`` updates are of a dense training before it. Raises ConfigError where options or
+    optimizer cannot serve, TypeError for an unknown hyperparameter."""
     config, arguments = trainer.cfg.optimization, keywords(trainer.cfg.optimization.nm_options)
     total = arguments.pop("total_steps", None)
     training = Training(config.nm_recipe, config.nm_pattern, total, **arguments)
-    return training._begin(trainer._model, trainer._optimizer.optimizer, updates(trainer))
+    return training._begin(trainer._model, trainer._optimizer.optimizer, planned, made=made)
 
 
 def updates(trainer: Trainer) -> int | None:
@@ -137,8 +139,8 @@ def compare_anew(trainer: Trainer, handle: Handle) -> None:
 command: Any = sys.modules["__main__"]
 if not hasattr(command, "should_stop_early"):
     command = importlib.import_module("fairseq_cli.train")
-stock_build, stock_main = Trainer._build_optimizer, command.main
-stock_validate = command.validate
+stock_build, stock_load = Trainer._build_optimizer, Trainer.load_checkpoint
+stock_main, stock_validate = command.main, command.validate
 begun: list[Handle] = []  # of the training of this process
 
 
@@ -147,11 +149,32 @@ def build_and_begin(trainer: Trainer) -> None:
     if not trainer.cfg.optimization.get("nm_recipe"):
         stock_build(trainer)
         return
-    try:
+    with refusing():
         check(trainer.cfg)
         stock_build(trainer)
-        begun.append(begin(trainer))
+        begun.append(begin(trainer, updates(trainer)))
         compare_anew(trainer, begun[-1])
+
+
+def load_and_begin(trainer: Trainer, *arguments: Any, **options: Any) -> Any:
+    """Take the place of ``Trainer.load_checkpoint``, which it calls, and which makes the optimizer
+    before it loads its state. After that of a dense training the recipe begins anew, with the
+    updates that are left."""
+    loaded, made = stock_load(trainer, *arguments, **options), trainer.get_num_updates()
+    if begun and begun[-1].sparse and made and not begun[-1].stepper.resume.loaded:
+        early = begun.pop()
+        early.abandon()
+        with refusing():
+            begun.append(begin(trainer, early.recipe.total_steps, made))
+            compare_anew(trainer, begun[-1])
+    return loaded
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """End the process with a line where options cannot serve."""
+    try:
+        yield
     except (ConfigError, TypeError) as error:
         sys.exit(refuse([str(error)]))
 
@@ -175,5 +198,5 @@ def main(cfg: Any) -> None:
             sys.exit(refuse([str(error)], 1))
 
 
-Trainer._build_optimizer = build_and_begin
+Trainer._build_optimizer, Trainer.load_checkpoint = build_and_begin, load_and_begin
 command.main, command.validate = main, validate
