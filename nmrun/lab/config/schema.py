@@ -408,7 +408,7 @@ def _no_weights(plain: dict[str, Any]) -> Iterator[str]:
     for key, place in options.weights_named(plain).items():
         path, of_recipe = expanded(place), key.startswith("recipe.")
         folder, name = weights_in(place)
-        files = run_folder.OWN
+        files: tuple[str, ...] = run_folder.OWN
         taken = own_weights(place) is not None
         if of_recipe:  # which takes a file of one kind, of a run or not
             files = files[:1]
