@@ -40,12 +40,9 @@ tables: $(VENV)/installed-all  ## the smoke scale of all experiments, then their
 	$(BIN)/nmrun -m experiment=all scale=smoke || [ $$? = 1 ]
 	$(BIN)/nmrun table --experiment all --scale smoke --out outputs/tables.md --figures outputs/figures
 
-table-%: $(VENV)/installed  ## one table and its figures: make table-step-cifar10 SCALE=smoke|small|paper
+table-%: $(VENV)/installed-all  ## one table and its figures: make table-step-cifar10 SCALE=smoke|small|paper
 	$(BIN)/nmrun -m experiment=$(subst -,_,$*) scale=$(SCALE) || [ $$? = 1 ]
 	$(BIN)/nmrun table --experiment $(subst -,_,$*) --scale $(SCALE) --figures outputs/figures
-
-table-step-wmt table-s-ste-wmt table-s-ste-flips table-gradient-flow-transformer: $(VENV)/installed-all  # fairseq
-table-step-glue table-step-gpt2: $(VENV)/installed-all  # pretrained networks
 
 compare-%: $(VENV)/installed-all  ## a comparison of recipes that are tuned equally: make compare-language SCALE=smoke|small|paper (hours)
 	$(BIN)/nmrun tune $* --trials $(TRIALS) experiment=compare_$* scale=$(SCALE)

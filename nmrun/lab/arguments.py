@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
+from nmrun import atomic
 from nmrun.errors import ConfigError
 from nmrun.ranges import Check
 from nmrun.registry import did_you_mean
@@ -49,6 +50,8 @@ def files_of_the_command() -> Iterator[None]:
         yield
         sys.stdout.flush()  # which may find the disk full
     except OSError as error:
+        if error.errno in atomic.FULL:  # no mistake of the user's
+            raise
         parts = (str(part) for part in (error.filename, error.strerror) if part)
         raise ConfigError(": ".join(parts) or str(error)) from None
 

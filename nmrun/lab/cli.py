@@ -7,12 +7,14 @@ a finished run needs is done in well under a second.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 
 import nmrun
 from nmrun import atomic
@@ -54,7 +56,7 @@ def main() -> int:
     except (KeyError, OSError):  # a container's user without a name, for which torch asks
         os.environ["LOGNAME"] = f"uid{os.getuid()}"
     try:
-        with output.ends_quietly():
+        with output.ends_quietly(), _cache():
             try:
                 status = _main(sys.argv[1:])
                 sys.stdout.flush()  # which may find the disk full
@@ -75,13 +77,31 @@ def main() -> int:
         return 128 + signal.SIGINT  # before or after training, which ends in order by itself
 
 
+@contextlib.contextmanager
+def _cache() -> Iterator[None]:
+    """Without a home that can be written, give W&B a cache while entered; else it prints twenty
+    lines."""
+    with contextlib.ExitStack() as stack:
+        home = os.environ.get("HOME", "")
+        if "XDG_CACHE_HOME" not in os.environ and not os.access(home, os.W_OK):
+            with contextlib.suppress(OSError):  # there may be no place at all
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="nmrun-cache-"))
+                os.environ["XDG_CACHE_HOME"] = folder
+                stack.callback(os.environ.pop, "XDG_CACHE_HOME")
+        yield
+
+
 def _main(argv: list[str]) -> int:
     try:
         os.getcwd()
     except FileNotFoundError:
         raise ConfigError("the current folder does not exist any more; change to another") from None
     if "query=" in "".join(argv[1:2]) and argv[0] in ("-sc", "--shell-completion"):
-        _complete_verbs()
+        first, *more = os.environ.get("COMP_LINE", "").split(" ")[1:] or [""]
+        if more and first in all_verbs():  # what follows it is no override
+            return 0
+        if not more and "=" not in first:
+            print(" ".join(verb for verb in all_verbs() if verb.startswith(first)))
     if argv and argv[0] and "=" not in argv[0] and argv[0][0] not in "-~+":
         return _run(argv[0], argv[1:])
     if "--help" in argv or "-h" in argv:
@@ -122,22 +142,20 @@ def _run(verb: str, words: Sequence[str]) -> int:
     return int(find("verb", verb, verbs)(words))
 
 
-def _complete_verbs() -> None:
-    words = os.environ.get("COMP_LINE", "").split(" ")
-    if len(words) == 2 and "=" not in words[1]:
-        print(" ".join(verb for verb in all_verbs() if verb.startswith(words[1])))
-
-
 def explain(argv: list[str]) -> int:
-    options = _help_parser().parse_intermixed_args(argv)
-    if options.topic and options.topic[0] in all_verbs():
-        return _run(options.topic[0], ["--help"])
-    from nmrun.lab.config import reference
-
-    if not options.topic:
-        print(reference.overview(options.config_dir))
+    options, verbs = _help_parser().parse_intermixed_args(argv), all_verbs()
     for topic in options.topic:
-        print(reference.about(topic, options.config_dir, all_verbs()))
+        if topic in verbs:
+            with contextlib.suppress(SystemExit):
+                _run(topic, ["--help"])
+            continue
+        from nmrun.lab.config import reference
+
+        print(reference.about(topic, options.config_dir, verbs))
+    if not options.topic:
+        from nmrun.lab.config import reference
+
+        print(reference.overview(options.config_dir))
     return 0
 
 

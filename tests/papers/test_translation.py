@@ -265,7 +265,9 @@ def test_translations_are_matched_with_the_references_of_their_sentences(monkeyp
     search = task._search(model)
     assert (search.beam_size, search.len_penalty) == (task.beam, task.length_penalty) == (5, 1.0)
     task.references = {"val": plain[::-1]}
-    assert task.evaluate(transformer(task).eval(), "val")["bleu"] < 50
+    metrics = task.evaluate(transformer(task).eval(), "val")
+    assert metrics["bleu"] < 50
+    assert next(name for name in metrics if name != "loss") == task.metric  # what status shows
     assert "tok:13a" in task.notes["bleu"]
     assert "version:" in task.notes["bleu"]
 
@@ -388,6 +390,21 @@ def test_prepare_writes_a_whole_folder_or_nothing(tmp_path, capsys, monkeypatch)
     elsewhere = [*words, "--out", str(tmp_path / "else")]
     with pytest.raises(ConfigError, match="vocabulary=8000: sentencepiece cannot learn it"):
         prepare.main(elsewhere)
+    for more, message in (
+        ("--source de-AT", "two names of letters"),
+        ("--target de", "two names of letters"),
+        ("--vocabulary 99999999999", "sentencepiece cannot learn it"),
+        ("--vocabulary 0", "4 or more"),
+        ("--out /proc/none", "/proc/none"),
+    ):
+        with pytest.raises((ConfigError, OSError), match=message):
+            prepare.main([*elsewhere, *more.split()])
+    (raw / "valid.de").rename(raw / "kept.de")
+    for file in ("valid.de", "valid.en"):
+        (raw / file).write_text("")
+    with pytest.raises(ConfigError, match=r"valid\.de: there is no pair of sentences"):
+        prepare.main([*elsewhere, "--vocabulary", "48"])
+    (raw / "kept.de").replace(raw / "valid.de")
     for content, message in (
         (b"one\ntwo\n", r"valid.de and .*valid.en: 4 and 2 lines"),
         (b"\xff\n", r"valid\.en: .*utf-8"),

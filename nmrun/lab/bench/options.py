@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError
 from nmrun.lab.arguments import Parser, files_of_the_command, in_range
-from nmrun.lab.config import composition, precheck
+from nmrun.lab.config import command_line, composition, precheck
 from nmrun.lab.config.schema import no_gpu
 from nmrun.lab.keys.config import Config
 from nmrun.lab.keys.options import names
@@ -118,6 +118,11 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     if options.what == "train":
         composition.register()
         options.overrides = words
+        for override in command_line.parsed(words)[0]:
+            if override.key_or_group in ("dataset", "model"):
+                raise ConfigError(f"{override.input_line}: --models chooses networks and data")
+            if override.is_sweep_override():
+                raise ConfigError(f"{override.input_line}: it takes one value")
         sweeps = [
             _overrides(Path(), [*NETWORKS[model], *words, f"sparsity='{ratio}'"])
             for model in options.models

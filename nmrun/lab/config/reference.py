@@ -21,6 +21,7 @@ from nmrun.lab.config.suggestions import option as option_line
 from nmrun.lab.config.suggestions import written
 from nmrun.lab.keys import options as kinds
 from nmrun.lab.keys.options import Field, recipe_facts
+from nmrun.patterns import Pattern
 from nmrun.ranges import value_text
 from nmrun.recipes import RECIPES, installed
 from nmrun.registry import did_you_mean, no_such
@@ -203,9 +204,12 @@ def _about(topic: str, config_dir: str | None) -> Iterator[str]:
                 yield from _wrap(line, "", "    ")
     elif group in GROUPS:
         choices = {option.name: option for option in options(group, config_dir)}
-        if equals and group != "sparsity":  # any ratio is an option there
-            if name not in choices:
-                raise ConfigError(option_line(group, name, choices))
+        if group == "sparsity":  # any ratio is an option
+            if name not in ("", "dense"):
+                Pattern.parse(name)
+        elif equals and name not in (known := {each or "default" for each in choices}):
+            raise ConfigError(option_line(group, name, known))
+        if name in choices:
             yield from _option(choices[name])
         else:
             yield from _option(choices[""]) if "" in choices else _list(choices.values())

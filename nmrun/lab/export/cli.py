@@ -138,7 +138,8 @@ def sample(argv: Sequence[str]) -> int:
             "takes classifiers"
         )
     codec = task.codec()
-    begun = [*codec.encode(options.prompt)]
+    with refused("--prompt: it is not UTF-8: ", UnicodeEncodeError):
+        begun = [*codec.encode(options.prompt)]
     if not begun:
         raise ConfigError("--prompt: it takes one token or more")
     tokens = continued(

@@ -69,7 +69,11 @@ def folder_beside(place: Path) -> Iterator[Path]:
             if ours:
                 shutil.rmtree(remnant, ignore_errors=True)
     while True:
-        part = Path(tempfile.mkdtemp(prefix=f".{place.name}{PARTIAL}", dir=place.parent))
+        try:
+            part = Path(tempfile.mkdtemp(prefix=f".{place.name}{PARTIAL}", dir=place.parent))
+        except OSError as error:
+            error.filename = str(place)  # nobody asked for the other
+            raise
         with hold(part) as ours:
             if not ours and not part.exists():  # another process took it for a remnant
                 continue

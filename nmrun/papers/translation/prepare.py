@@ -9,6 +9,8 @@ import gzip
 import io
 import itertools
 import os
+import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,12 +19,15 @@ from typing import Any
 import numpy as np
 
 from nmrun.errors import ConfigError, needs, refused
-from nmrun.lab.arguments import Parser
+from nmrun.lab.arguments import Parser, in_range
+from nmrun.lab.config.command_line import word
 from nmrun.lab.runs import locks
 from nmrun.lab.tasks.storage import data_folder
 from nmrun.papers.translation.fairseq import fairseq
+from nmrun.ranges import whole
 
 Files = dict[str, tuple[Path, Path]]
+LANGUAGE = re.compile(r"\w+")
 LONGEST = 250  # subwords of a side of a training pair
 
 
@@ -60,7 +65,23 @@ def prepare(texts: Files, languages: tuple[str, str], to: Path, vocabulary: int)
     texts of unequal length, and a vocabulary that they are too small for.
     """
     with needs("BPE", "translation"):
-        from sentencepiece import SentencePieceProcessor
+        import sentencepiece  # noqa: F401
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with locks.folder_beside(to) as part:  # first, since a folder may not be writable
+        (folder := part / to.name).mkdir()
+        counts = _write(texts, languages, folder, vocabulary)
+        try:
+            os.rename(folder, to)
+        except OSError:
+            if not to.is_dir():  # otherwise another process was faster, with the same
+                raise
+    return f"{to}: {counts}"
+
+
+def _write(texts: Files, languages: tuple[str, str], folder: Path, vocabulary: int) -> str:
+    """The files of :func:`prepare`; returns how many pairs and tokens they have."""
+    from sentencepiece import SentencePieceProcessor
+
     lines: dict[str, list[tuple[str, str]]] = {}
     for split, files in texts.items():
         left, right = map(read, files)
@@ -69,6 +90,8 @@ def prepare(texts: Files, languages: tuple[str, str], to: Path, vocabulary: int)
             raise ConfigError(f"{names}: {len(left)} and {len(right)} lines")
         lines[split] = list(zip(left, right, strict=True))
     lines["train"] = [pair for pair in lines["train"] if all(side.strip() for side in pair)]
+    if empty := next((texts[split][0] for split, pairs in lines.items() if not pairs), None):
+        raise ConfigError(f"{empty}: there is no pair of sentences in it")
     model = _bpe(itertools.chain(*zip(*lines["train"], strict=True)), vocabulary)
     encode = SentencePieceProcessor(model_proto=model).encode
     pieces = {
@@ -80,25 +103,17 @@ def prepare(texts: Files, languages: tuple[str, str], to: Path, vocabulary: int)
     for piece, number in Counter(itertools.chain(*itertools.chain(*pieces["train"]))).items():
         dictionary.add_symbol(piece, number)
     dictionary.finalize()  # the commonest first, and a multiple of 8 tokens
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with locks.folder_beside(to) as part:
-        (folder := part / to.name).mkdir()
-        for side, language in enumerate(languages):
-            dictionary.save(str(folder / f"dict.{language}.txt"))
-            (folder / f"sentencepiece.{language}.model").write_bytes(model)
-            for split in texts:
-                name = folder / f"{split}.{'-'.join(languages)}.{language}"
-                _binarise([pair[side] for pair in pieces[split]], dictionary, name)
-                if side == 1 and split != "train":
-                    plain = "".join(f"{target}\n" for _, target in lines[split])
-                    Path(f"{name}.txt").write_bytes(plain.encode())
-        try:
-            os.rename(folder, to)
-        except OSError:
-            if not to.is_dir():  # otherwise another process was faster, with the same
-                raise
+    for side, language in enumerate(languages):
+        dictionary.save(str(folder / f"dict.{language}.txt"))
+        (folder / f"sentencepiece.{language}.model").write_bytes(model)
+        for split in texts:
+            name = folder / f"{split}.{'-'.join(languages)}.{language}"
+            _binarise([pair[side] for pair in pieces[split]], dictionary, name)
+            if side == 1 and split != "train":
+                plain = "".join(f"{target}\n" for _, target in lines[split])
+                Path(f"{name}.txt").write_bytes(plain.encode())
     counts = ", ".join(f"{split} {len(pairs)}" for split, pairs in pieces.items())
-    return f"{to}: {counts} pairs; a dictionary of {len(dictionary)} tokens"
+    return f"{counts} pairs; a dictionary of {len(dictionary)} tokens"
 
 
 def read(file: Path) -> list[str]:
@@ -120,7 +135,9 @@ def _bpe(text: Iterable[str], vocabulary: int) -> bytes:
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
-    with refused(f"vocabulary={vocabulary}: sentencepiece cannot learn it: ", RuntimeError):
+    with refused(
+        f"vocabulary={vocabulary}: sentencepiece cannot learn it: ", RuntimeError, ValueError
+    ):
         SentencePieceTrainer.train(
             sentence_iterator=iter(text),
             model_writer=model,
@@ -168,16 +185,24 @@ def main(argv: list[str]) -> int:
             help=f"the {split} texts, without their ending .<language> or .<language>.gz",
         )
     parser.add_argument(
-        "--vocabulary", type=int, default=8000, help="subwords of BPE (default: %(default)s)"
+        "--vocabulary",
+        type=in_range(int, whole(4)),
+        default=8000,
+        help="subwords of BPE (default: %(default)s)",
     )
     options = parser.parse_args(argv)
     languages = options.source, options.target
+    if languages[0] == languages[1] or not all(map(LANGUAGE.fullmatch, languages)):
+        raise ConfigError(
+            f"--source {languages[0]} --target {languages[1]}: it takes two names of letters, digits and _, "
+            "since fairseq's files have them in theirs, as in train.de-en.de.idx"
+        )
     if options.out.exists():
         raise ConfigError(f"--out {options.out}: it is there already")
     prefixes = {split: getattr(options, split) for split in ("train", "valid", "test")}
     texts = text_files(prefixes, languages)
     print(prepare(texts, languages, options.out, options.vocabulary))
-    print(
-        f"  nmrun dataset=fairseq dataset.path={options.out} dataset.subwords=sentencepiece model=fairseq_transformer"
-    )
+    path = word("dataset.path", str(options.out))
+    words = ["dataset=fairseq", path, "dataset.subwords=sentencepiece", "model=fairseq_transformer"]
+    print(f"  {shlex.join(['nmrun', *words])}")
     return 0

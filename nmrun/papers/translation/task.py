@@ -257,8 +257,8 @@ class Translation(Categorical):
         self.notes = {"bleu": signature}
         return {
             "loss": loss,
-            "perplexity": math.exp(loss) if loss < 700 else math.inf,
             "bleu": bleu,
+            "perplexity": math.exp(loss) if loss < 700 else math.inf,
         }
 
     def example(self) -> Batch:

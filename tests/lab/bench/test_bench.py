@@ -144,6 +144,8 @@ def test_an_arm_that_fails_is_a_line(tmp_path, capsys):
         ("infer --device cuda", "torch sees no CUDA device here"),
         ("infer trainer.batch_size=3", "takes no overrides"),
         ("train --arms sr_tse", "did you mean sr_ste?"),
+        ("train seed=1,2", "seed=1,2: it takes one value"),
+        ("train model=mlp", "--models chooses"),
     ],
 )
 def test_a_mistake_gets_a_line(words, message, capsys):

@@ -125,6 +125,7 @@ def test_every_word_of_the_groups_has_help():
         ("epochs", "write trainer.epochs=VALUE"),
         ("recipe=stpe", "did you mean step?"),
         ("trainer=fast", "no such trainer"),
+        ("sparsity=5:4", "is not an N:M pattern"),
         ("nothing.like=it", "no such key, group, option or verb"),
     ],
 )
@@ -133,6 +134,13 @@ def test_other_words_get_one_line(topic, hint, capsys):
         reference.about(topic)
     assert verb("help", topic) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_verbs_options_and_ratios_are_asked_for_together(capsys):
+    assert verb("help", "trainer=default", "status", "sparsity=3:7", "step") == 0
+    told = capsys.readouterr().out
+    places = [told.index(text) for text in ("trainer.epochs", "usage: nmrun status", "recipe=step")]
+    assert places == sorted(places)
 
 
 def test_help_imports_no_torch():

@@ -151,7 +151,11 @@ def codec(read: Callable[[], Mapping[str, bytes]], tokenizer: str) -> Codec:
     Raises ConfigError for a text that is not UTF-8, and a tokenizer that cannot be had.
     """
     if tokenizer == "byte":
-        return Codec(str.encode, lambda numbers: bytes(numbers).decode(errors="replace"), 256)
+        return Codec(
+            lambda text: text.encode(errors="surrogateescape"),  # of a command, any bytes
+            lambda numbers: bytes(numbers).decode(errors="replace"),
+            256,
+        )
     if tokenizer not in LEVELS:
         return _of_hugging_face(tokenizer)
     texts = _decoded(read(), tokenizer)
