@@ -97,11 +97,11 @@ def _main(argv: list[str]) -> int:
     except FileNotFoundError:
         raise ConfigError("the current folder does not exist any more; change to another") from None
     if "query=" in "".join(argv[1:2]) and argv[0] in ("-sc", "--shell-completion"):
-        first, *more = os.environ.get("COMP_LINE", "").split(" ")[1:] or [""]
-        if more and first in all_verbs():  # what follows it is no override
+        words = os.environ.get("COMP_LINE", "").split(" ")
+        if len(words) > 2 and words[1] in all_verbs():  # what follows it is no override
             return 0
-        if not more and "=" not in first:
-            print(" ".join(verb for verb in all_verbs() if verb.startswith(first)))
+        if len(words) == 2 and "=" not in words[1]:
+            print(" ".join(verb for verb in all_verbs() if verb.startswith(words[1])))
     if argv and argv[0] and "=" not in argv[0] and argv[0][0] not in "-~+":
         return _run(argv[0], argv[1:])
     if "--help" in argv or "-h" in argv:
