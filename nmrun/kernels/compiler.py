@@ -93,8 +93,9 @@ class CFunctions:
         assert self._library is not None
         return self._library
 
+    @cached_property
     def address(self) -> int:
-        """Where the first function lies, for a kernel that calls it."""
+        """Where the first function lies, for a kernel that calls it. Raises as :meth:`load`."""
         function = getattr(self.load(), self._first)
         return ctypes.cast(function, ctypes.c_void_p).value or 0
 

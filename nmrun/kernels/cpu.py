@@ -187,7 +187,7 @@ def step_adam(o: Operands, scalars: list[float]) -> None:
     scale = 1.0 if rule.soft_threshold_scale is None else float(rule.soft_threshold_scale)
     of_projection = (ctypes.c_float * 2)(factor, scale)
     mask = 0 if rule.mask is None else rule.mask.data_ptr()
-    addresses = [ADAM.address(), *(tensor.data_ptr() for tensor in tensors), mask]
+    addresses = [ADAM.address, *(tensor.data_ptr() for tensor in tensors), mask]
     flags = (edit, int(o.frozen), int(soft))
     numbers = (ctypes.addressof(of_adam), *flags, ctypes.addressof(of_projection))
     operands = (*addresses, BEGIN, END, inner, gap, *numbers)

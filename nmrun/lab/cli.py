@@ -144,18 +144,17 @@ def _run(verb: str, words: Sequence[str]) -> int:
 
 def explain(argv: list[str]) -> int:
     options, verbs = _help_parser().parse_intermixed_args(argv), all_verbs()
-    for topic in options.topic:
+    for topic in options.topic or [None]:
         if topic in verbs:
             with contextlib.suppress(SystemExit):
                 _run(topic, ["--help"])
             continue
         from nmrun.lab.config import reference
 
-        print(reference.about(topic, options.config_dir, verbs))
-    if not options.topic:
-        from nmrun.lab.config import reference
-
-        print(reference.overview(options.config_dir))
+        if topic is None:
+            print(reference.overview(options.config_dir))
+        else:
+            print(reference.about(topic, options.config_dir, verbs))
     return 0
 
 

@@ -153,8 +153,9 @@ class _Sweep:
             self.overrides.append(override)
             return
         value = override.value()
-        if isinstance(value, RangeSweep) and command_line.length(value) > command_line.MOST_JOBS:
-            self.count *= command_line.length(value)  # too many to make, which compose says
+        most = command_line.MOST_JOBS
+        if isinstance(value, RangeSweep) and (count := command_line.length(value)) > most:
+            self.count *= count  # too many to make, which compose says
             return
         words = [_word(value) for value in command_line.values(override, options or [])]
         wrong = list(self._mistakes(key, override, words, options))

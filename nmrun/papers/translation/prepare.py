@@ -64,8 +64,6 @@ def prepare(texts: Files, languages: tuple[str, str], to: Path, vocabulary: int)
     more than ``LONGEST`` subwords on a side, or with an empty side, are left out. Raises ConfigError for
     texts of unequal length, and a vocabulary that they are too small for.
     """
-    with needs("BPE", "translation"):
-        import sentencepiece  # noqa: F401
     to.parent.mkdir(parents=True, exist_ok=True)
     with locks.folder_beside(to) as part:  # first, since a folder may not be writable
         (folder := part / to.name).mkdir()
@@ -80,8 +78,8 @@ def prepare(texts: Files, languages: tuple[str, str], to: Path, vocabulary: int)
 
 def _write(texts: Files, languages: tuple[str, str], folder: Path, vocabulary: int) -> str:
     """The files of :func:`prepare`; returns how many pairs and tokens they have."""
-    from sentencepiece import SentencePieceProcessor
-
+    with needs("BPE", "translation"):
+        from sentencepiece import SentencePieceProcessor
     lines: dict[str, list[tuple[str, str]]] = {}
     for split, files in texts.items():
         left, right = map(read, files)
