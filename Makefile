@@ -1,5 +1,5 @@
 # make help lists the targets. Everything lives in .venv; uv and pip take their index from the user's own settings.
-PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python3 python 2>/dev/null))
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3 python,$(shell command -v $(name) 2>/dev/null)))
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
@@ -68,10 +68,10 @@ clean:  ## remove the environment (outputs/ stays)
 	rm -rf $(VENV)
 
 $(UV):
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "nmrun needs Python 3.11 or newer; found: $(or $(PYTHON),none). Try make PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "creating $(VENV) with $(PYTHON)"
-	@$(PYTHON) -m venv $(VENV)
+	@"$(PYTHON)" -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 
 # The stamps depend on what decides an installation, so a git pull reinstalls just when it has to.
