@@ -225,7 +225,7 @@ class Knows(nn.Module):
 
 
 def reading(size: int = 300) -> Reading:
-    splits = data.generated(size)
+    splits = data.generated(size, 0)
     return Reading(splits, Words(512, 24), 8, batch_size=16, seed=0)
 
 
@@ -279,11 +279,11 @@ def test_batches_are_of_the_seed_and_the_epoch():
         assert all(map(torch.equal, part, first[1]))
     assert not torch.equal(one.micro_batches(0, 0, 1)[0][3], one.micro_batches(1, 0, 1)[0][3])
     with pytest.raises(ConfigError, match="there are only"):
-        Reading(data.generated(300), Words(512, 64), 8, batch_size=10_000, seed=0)
+        Reading(data.generated(300, 0), Words(512, 64), 8, batch_size=10_000, seed=0)
 
 
 def test_generated_questions_have_their_answers():
-    splits = data.generated(300)
+    splits = data.generated(300, 0)
     texts = [question.text for some in splits.values() for question in some]
     assert len(set(texts)) == len(texts) == 700
     for question in itertools.chain(*splits.values()):

@@ -4,6 +4,7 @@ itself, formulas and brute force.
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import logging
 import math
@@ -338,6 +339,22 @@ def test_folders_of_fairseq_preprocess_are_read_as_they_are(tmp_path, options):
     assert (task.source == task.target) == bool(options)
 
 
+def test_data_lie_in_the_folder_of_data_or_here(tmp_path, monkeypatch):
+    pytest.importorskip("sentencepiece")
+    preprocessed(tmp_path)
+    written(tmp_path / "multi30k")
+    monkeypatch.setenv("NMRUN_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "empty").mkdir()
+    for data, here in ((tmp_path, tmp_path / "empty"), (tmp_path / "empty", tmp_path)):
+        monkeypatch.setenv("NMRUN_DATA", str(data))
+        monkeypatch.chdir(here)
+        for words in (
+            ("dataset=fairseq", "dataset.path=bin"),
+            ("dataset=multi30k", "dataset.vocabulary=48"),
+        ):
+            assert built(tmp_path, *words).references["test"] == ENGLISH
+
+
 def test_what_is_wrong_with_a_folder_is_one_line(tmp_path):
     folder, short = preprocessed(tmp_path), preprocessed(tmp_path / "short", english=ENGLISH[:3])
     for suffix in ("bin", "idx"):  # a test text with one sentence less on one side
@@ -371,6 +388,14 @@ def test_prepared_text_comes_back_and_only_once_is_prepared(tmp_path, monkeypatc
         ConfigError, match=r"multi30k/train.de: there is no such file, nor with .gz"
     ):
         built(tmp_path, *words)
+
+
+def test_a_damaged_gz_is_refused_with_its_name(tmp_path):
+    packed = bytearray(gzip.compress("".join(f"line {n * n}\n" for n in range(400)).encode()))
+    packed[40:60] = bytes(20)
+    (tmp_path / "train.de.gz").write_bytes(packed)
+    with pytest.raises(ConfigError, match=r"train\.de\.gz: "):
+        prepare.read(tmp_path / "train.de.gz")
 
 
 def test_prepare_writes_a_whole_folder_or_nothing(tmp_path, capsys, monkeypatch):

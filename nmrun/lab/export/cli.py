@@ -190,7 +190,8 @@ def predict(argv: Sequence[str]) -> int:
     from nmrun.lab.tasks.text.classification import TextClassification
 
     model, task = network(run)
-    names, image = task.signature.get("classes"), task.signature.get("input", {})
+    said = run.result.get("signature") or task.signature  # the data may have changed since
+    names, image = said.get("classes"), said.get("input", {})
     for file in options.files:
         if isinstance(task, TextClassification):
             for line, outputs in _of_texts(file, model, task):

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from nmrun.errors import RunError
+from nmrun.errors import RunError, refused
 from nmrun.lab import models, tasks
 from nmrun.lab.arguments import demand_consent
 from nmrun.lab.config import schema
@@ -108,7 +108,8 @@ def network(run: FinishedRun) -> tuple[nn.Module, Task]:
     config = schema.check(OmegaConf.create(plain))
     task = tasks.build(config, torch.device("cpu"))
     model = models.build(config.model.mapping(), task.inputs).cpu().eval()
-    model.load_state_dict(run.state)
+    with refused(f"{run.folder}: its data have changed since the run: ", RuntimeError):
+        model.load_state_dict(run.state)
     SparseActivations(model, activations_of(run.result["config"]))
     return model, task
 

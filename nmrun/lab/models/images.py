@@ -157,6 +157,11 @@ def of_torchvision(
             f"model.pretrained=true: torchvision's weights of {name} are for coloured images and "
             f"model.form=imagenet; these have {'x'.join(map(str, shape))}"
         )
+    if small and name == "vgg16_bn" and min(sides) < 32:
+        raise ConfigError(
+            f"model={name}: five poolings leave nothing of {min(sides)} pixels; "
+            "dataset.resolution=32 scales images of CIFAR, Fashion-MNIST and folders"
+        )
     if small and name in SWINS:
         model = _small_swin(name, classes)
     elif pretrained:

@@ -442,7 +442,7 @@ HELD_OUT = 200  # questions for validation, and as many for the test
 
 
 @cache
-def generated(size: int = 2000, split_seed: int = 0) -> dict[str, list[Question]]:
+def generated(size: int, split_seed: int) -> dict[str, list[Question]]:
     """Who lives where and likes what, asked of a text that says so of several people; one question
     in five has no answer. All texts differ. ``size`` are for training, and 200 for each other
     split.

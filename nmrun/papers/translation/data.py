@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from nmrun.errors import ConfigError, refused
-from nmrun.lab.runs.run_folder import expanded
-from nmrun.lab.tasks.storage import cache_folder, key_of
+from nmrun.lab.tasks.storage import cache_folder, key_of, path_of
 from nmrun.papers.translation import CopyReverse, Fairseq, Multi30k
 from nmrun.papers.translation.fairseq import Dictionary, dictionary, fairseq
 from nmrun.papers.translation.prepare import multi30k_files, prepare, read
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 def fairseq_folder(config: Config, device: torch.device) -> Translation:
     """A folder that ``fairseq-preprocess`` has written."""
     options = config.dataset.as_kind(Fairseq)
-    folder = expanded(options.path)
+    folder = path_of(options.path)
     pairs = {file.name.split(".")[1] for file in folder.glob("train.*-*.*.idx")}
     if len(pairs) != 1:
         raise ConfigError(

@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 import shlex
+import zlib
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,7 +23,7 @@ from nmrun.errors import ConfigError, needs, refused
 from nmrun.lab.arguments import Parser, in_range
 from nmrun.lab.config.command_line import word
 from nmrun.lab.runs import locks
-from nmrun.lab.tasks.storage import data_folder
+from nmrun.lab.tasks.storage import path_of
 from nmrun.papers.translation.fairseq import fairseq
 from nmrun.ranges import whole
 
@@ -35,7 +36,7 @@ def multi30k_files(languages: tuple[str, str], test: str) -> Files:
     """The raw text of Multi30k: files of train, valid and test for both languages. Raises
     ConfigError with how to get it.
     """
-    folder = data_folder() / "multi30k"
+    folder = path_of("multi30k")
     names = {"train": "train", "valid": "val", "test": test}
     with refused("dataset=multi30k, data/task1/raw of github.com/multi30k/dataset: ", ConfigError):
         return text_files({split: folder / name for split, name in names.items()}, languages)
@@ -121,7 +122,7 @@ def read(file: Path) -> list[str]:
     Raises ConfigError for a file that is not UTF-8, or damaged.
     """
     with (
-        refused(f"{file}: ", UnicodeDecodeError, EOFError, gzip.BadGzipFile),
+        refused(f"{file}: ", UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error),
         gzip.open(file) if file.suffix == ".gz" else file.open("rb") as raw,
     ):
         lines = io.TextIOWrapper(raw, encoding="utf-8", newline="\n")

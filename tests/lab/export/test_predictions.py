@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -63,13 +64,18 @@ def test_a_codec_gives_the_tokens_of_the_training_and_the_text_again(tokenizer):
     text = TEXT[: len(TEXT) // 40]
     numbers = [*codec.encode(text)]
     assert numbers == arrays["train"][: len(numbers)].tolist()
-    ends = ["<eos>"] if tokenizer == "word" else []
-    assert codec.decode(numbers).split() == [*text.split(), *ends]
+    assert codec.decode(numbers) == text
     if tokenizer == "byte":
         assert [*codec.encode(os.fsdecode(b"a\xffb"))] == [*b"a\xffb"]  # as a command's words are
     else:
         with one_line(ConfigError, "'Q' is not in the vocabulary"):
             [*codec.encode("Q")]
+
+
+def test_every_end_of_a_line_is_one_again():
+    text = "\n\nthe cat sat\n\n = Title =\nthe cat\n"
+    made = files.codec(lambda: {"train": text.encode()}, "word")
+    assert made.decode([*made.encode(text)]) == "\n\nthe cat sat\n\n= Title =\nthe cat\n"
 
 
 def test_sample_continues_the_prompt(tmp_path, capsys):
@@ -127,6 +133,31 @@ def test_predict_says_what_an_evaluation_computes_of_images(tmp_path, capsys):
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2
     assert "text.txt is no image" in said[0]
+
+
+@pytest.mark.slow
+def test_predict_goes_by_the_run_and_not_by_the_data_as_they_are_now(tmp_path, capsys):
+    place = make_folder(tmp_path / "images", splits={"train": 20, "val": 4, "test": 4})
+    run = trained(
+        tmp_path, "dataset=image_folder", f"dataset.path={place}", "trainer.batch_size=8",
+        "trainer.epochs=2",
+    )  # fmt: skip
+    query = place / "test" / "cat" / "00.png"
+    query.rename(tmp_path / "query.png")
+    said = []
+    for change in (False, True):
+        if change:  # other means, and other names
+            for file in (place / "train" / "ant").iterdir():
+                Image.fromarray(np.full((8, 8, 3), 255, np.uint8)).save(file)
+            for split in place.iterdir():
+                (split / "bee").rename(split / "bumblebee")
+        capsys.readouterr()
+        assert verb("predict", str(run), str(tmp_path / "query.png")) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    shutil.copytree(place / "train" / "cat", place / "train" / "dog")
+    assert verb("predict", str(run), str(tmp_path / "query.png")) == 2
+    assert "its data have changed since the run: " in capsys.readouterr().err
 
 
 def test_digits_are_grey_and_of_their_own_range(tmp_path):

@@ -98,3 +98,10 @@ def test_without_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[texts\]'"):
         build(tmp_path, "dataset.path=somewhere")
+
+
+def test_a_column_of_lists_of_texts_is_none_of_texts(folder, tmp_path):
+    for file in folder.iterdir():
+        file.write_text('{"words": ["a", "b"], "body": "a b"}\n' * 9)
+    with one_line(ConfigError, r"dataset.column=words: no column .*of texts are body\)"):
+        build(tmp_path, f"dataset.path={folder}", "dataset.column=words")

@@ -109,9 +109,10 @@ def test_a_metric_of_one_s_own_decides_which_epoch_is_the_best(tmp_path):
     ("rows", "words", "message"),
     [
         ([{"body": "a", "label": 1}], (), r"there is no column 'text'; it has body, label"),
-        ([{"text": "a", "label": 1}] * 20, (), "all its labels are 1"),
+        ([{"text": "a", "label": 1}] * 20, (), "all labels of the 16 texts for training are 1"),
         ([{"text": 3, "label": n % 2} for n in range(20)], (), "row 1 has 3, which is no text"),
         ([{"text": "a", "label": ""}] * 20, (), "row 1 has None, which is no text or no label"),
+        ([{"text": "a", "label": "good"}, {"text": "b", "label": "bad"}], (), "too few texts: validation and test"),
         ([{"text": "a", "label": n / 7} for n in range(20)], (), "fractions, so scores: take pearson"),
         ([{"text": "a", "label": n % 3} for n in range(40)], ("dataset.metric=f1",), "metric=f1: .*multiclass"),
         ([{"text": t, "label": v} for t, v in ROWS], ("dataset.metric=sklearn.metrics.nosuch",), "nosuch"),
@@ -133,6 +134,17 @@ def test_a_label_that_no_training_text_has_is_refused(tmp_path):
     odd.write_bytes(b"")
     with one_line(ConfigError, r"all.xlsx: it takes .csv, .tsv, .json, .jsonl, .parquet"):
         build(tmp_path, f"dataset.train={odd}")
+
+
+def test_labels_of_another_kind_are_refused(tmp_path):
+    train = written(tmp_path / "train.csv", [{"text": "a", "label": n / 7} for n in range(20)])
+    val = written(tmp_path / "val.csv", [{"text": "b", "label": "fine"}])
+    words = (f"dataset.train={train}", f"dataset.val={val}", "dataset.metric=pearson")
+    with one_line(ConfigError, r"dataset.val, row 1: its label is 'fine'.* are scores"):
+        build(tmp_path, *words)
+    lists = written(tmp_path / "lists.jsonl", [{"text": "a", "label": [n, 1]} for n in range(20)])
+    with one_line(ConfigError, r"lists.jsonl: row 1 has \[0, 1\], which is no text or no label"):
+        build(tmp_path, f"dataset.train={lists}")
 
 
 def test_rows_that_are_longer_than_the_header_are_refused(tmp_path):

@@ -5,8 +5,11 @@ said of data that are not right.
 from __future__ import annotations
 
 import gc
+import gzip
+import io
 import itertools
 import json
+import lzma
 import multiprocessing
 import multiprocessing.process
 import os
@@ -83,6 +86,31 @@ def test_images_are_decoded_once_unless_they_change(tmp_path, monkeypatch):
     assert len(decoded) == 96
     assert torch.equal(changed["train"][0][0], 255 - first["train"][0][0])
     assert images.load_folder(place, size=4)[0]["val"][0].shape == (12, 3, 4, 4)
+
+
+@pytest.mark.parametrize("ending", ["tar", "tar.gz", "tar.xz"])
+def test_a_damaged_archive_is_refused_and_not_read_in_part(ending, tmp_path):
+    place, archive = make_folder(tmp_path / "some"), tmp_path / f"some.{ending}"
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w") as tar:
+        tar.add(place, "some")
+    content, pack = bytearray(plain.getvalue()), PACK[ending]
+    archive.write_bytes(pack(bytes(content)))
+    whole, _ = images.load_folder(archive, size=8)
+    assert {split: len(labels) for split, (_, labels) in whole.items()} == {"train": 36, "val": 12}
+    content[content.index(b"some/train/cat/05.png")] ^= 1  # in a header, whose sum is then wrong
+    archive.write_bytes(pack(bytes(content)))
+    with one_line(ConfigError, rf"some.{ending} cannot be unpacked: "):
+        images.load_folder(archive, size=8)
+    if ending != "tar":
+        packed = bytearray(pack(plain.getvalue()))
+        packed[len(packed) // 2] ^= 1
+        archive.write_bytes(packed)
+        with one_line(ConfigError, rf"some.{ending} cannot be unpacked"):
+            images.load_folder(archive, size=8)
+
+
+PACK = {"tar": bytes, "tar.gz": gzip.compress, "tar.xz": lzma.compress}
 
 
 def test_links_to_the_same_files_under_other_classes_are_other_labels(tmp_path):

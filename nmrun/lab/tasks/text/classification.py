@@ -237,17 +237,18 @@ def scores(metrics: Sequence[str], predictions: Tensor, labels: Tensor) -> dict[
             value = (guess == truth).mean()
         elif name == "pearson" and len(truth) == 1:  # scipy raises where it is undefined so
             value = 0.0
-        elif name in UNDEFINED:
-            with warnings.catch_warnings():  # of what is undefined
-                warnings.simplefilter("ignore")
-                found = find("dataset.metric", name, UNDEFINED)(guess, truth)
-            value = getattr(found, "statistic", found)
-            if np.isnan(value) and np.isfinite(guess).all():
-                value = 0.0
         else:
-            function = find("dataset.metric", name, {})
-            with refused(f"dataset.metric={name}: ", TypeError, ValueError):
-                value = function(truth, guess)
+            function, ours = find("dataset.metric", name, UNDEFINED), name in UNDEFINED
+            with (
+                refused(f"dataset.metric={name}: ", TypeError, ValueError),
+                warnings.catch_warnings(),
+            ):
+                if ours:  # they warn of what is undefined
+                    warnings.simplefilter("ignore")
+                found = function(guess, truth) if ours else function(truth, guess)
+                value = float(getattr(found, "statistic", found))
+            if ours and np.isnan(value) and np.isfinite(guess).all():
+                value = 0.0
         values[name.rpartition(".")[2]] = float(value)
     return values
 

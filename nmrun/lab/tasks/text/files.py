@@ -56,7 +56,10 @@ def wikitext(config: Config, device: torch.device) -> LanguageModelling:
     """WikiText-2 and WikiText-103 (Merity et al. 2017), with ``<unk>`` for rare words."""
     name = config.dataset.name
     folder = WIKITEXTS[name]
-    how = f"it takes the three files of {folder}; dataset=text takes other divisions"
+    how = (
+        f"it takes the three files of {folder}, which dataset=hub_text dataset.path=Salesforce/wikitext "
+        "loads; dataset=text takes other divisions"
+    )
     paths = {
         split: storage.find(
             name, [f"{folder}/{form.format(called)}" for form in WIKITEXT_FILES], how
@@ -173,8 +176,11 @@ def codec(read: Callable[[], Mapping[str, bytes]], tokenizer: str) -> Codec:
             yield number
 
     def decode(some: Sequence[int]) -> str:
-        text = (" " if of_words else "").join(tokens[number] for number in some)
-        return text.replace(f" {END} ", "\n") if of_words else text
+        pieces = [tokens[number] for number in some]
+        if not of_words:
+            return "".join(pieces)
+        text = " ".join("\n" if piece == END else piece for piece in pieces)
+        return text.replace("\n ", "\n").replace(" \n", "\n")
 
     return Codec(encode, decode, len(tokens))
 
@@ -246,7 +252,7 @@ def hub(config: Config, device: torch.device) -> LanguageModelling:
         if split is not None
     }
     kinds = splits["train"].features
-    texts = [name for name in kinds if "string" in str(kinds[name])]
+    texts = [name for name in kinds if "string" in getattr(kinds[name], "dtype", "")]
     if column not in texts:
         raise ConfigError(
             f"dataset.column={column}: no column of texts in {options.path} "

@@ -179,10 +179,17 @@ def labelled_text(config: Config, device: torch.device) -> TextClassification:
     }
     cut(splits, options)
     labels = splits["train"][1]
+    if not labels:
+        raise ConfigError(
+            f"dataset.train={options.train}: it has too few texts: validation and test take them all "
+            f"(dataset.val_fraction={options.val_fraction}, dataset.test_fraction={options.test_fraction})"
+        )
     scored = all(isinstance(label, float) for label in labels)
     names = [] if scored else sorted(set(labels), key=lambda label: (str(type(label)), label))
     if len(names) == 1:
-        raise ConfigError(f"dataset.train={options.train}: all its labels are {names[0]!r}")
+        raise ConfigError(
+            f"dataset.train={options.train}: all labels of the {len(labels)} texts for training are {names[0]!r}"
+        )
     if scored and options.metric in set(SCORES) - set(OF_SCORES):
         raise ConfigError(
             f"dataset.metric={options.metric}: the labels of {options.train} are fractions, so scores: "
@@ -195,9 +202,15 @@ def labelled_text(config: Config, device: torch.device) -> TextClassification:
                 split: (texts, [numbers[label] for label in labels])
                 for split, (texts, labels) in splits.items()
             }
+    for split, (_, labels) in splits.items():
+        for number, label in enumerate(labels if scored else [], 1):
+            if not isinstance(label, int | float):
+                raise ConfigError(
+                    f"dataset.{split}, row {number}: its label is {label!r}, where those of "
+                    "dataset.train are scores"
+                )
     truth = torch.tensor(splits["train"][1])
-    with refused(f"dataset.metric={options.metric}: ", TypeError, ValueError):
-        scores([options.metric], truth, truth)  # now, and not after the first epoch
+    scores([options.metric], truth, truth)  # now, and not after the first epoch
     task = TextClassification.of(config, splits, len(names) or 1, (options.metric,), device)
     task.higher_is_better = options.higher_is_better
     task.signature = {} if scored else {"classes": [str(name) for name in names]}
@@ -223,7 +236,9 @@ def _read_own(path: Path, options: LabelledText) -> Rows:
         *texts, labels = (list(table[column]) for column in columns)
         for number, (*some, label) in enumerate(zip(*texts, labels, strict=True), 1):
             odd = [text for text in some if not isinstance(text, str)]
-            if label is None or (isinstance(label, float) and not math.isfinite(label)):
+            if not isinstance(label, str | int | float) or (
+                isinstance(label, float) and not math.isfinite(label)
+            ):
                 odd.append(label)
             if odd:
                 raise ValueError(

@@ -6,9 +6,11 @@ They are held in memory, but for ImageNet, which is read from the disk during tr
 from __future__ import annotations
 
 import importlib.util
+import lzma
 import os
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -370,10 +372,19 @@ def decode(path: str, size: int) -> NDArray[np.uint8]:
 def _unpack(archive: Path, size: int | None) -> dict[str, NDArray[Any]]:
     with (
         tempfile.TemporaryDirectory(prefix="nmrun-") as folder,
-        refused(f"{archive} cannot be unpacked: ", tarfile.TarError, OSError, EOFError),
+        refused(
+            f"{archive} cannot be unpacked: ",
+            *(tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError),
+        ),
     ):
         with tarfile.open(archive) as tar:
             tar.extractall(folder, filter="data")
+            # tarfile takes a damaged header for the end, and does not look at a checksum after it
+            assert tar.fileobj is not None
+            tar.fileobj.seek(tar.offset)
+            while rest := tar.fileobj.read(1 << 20):
+                if rest.strip(b"\0"):
+                    raise OSError("it is damaged")
         inside = Path(folder)
         while len(entries := list(inside.iterdir())) == 1 and entries[0].is_dir():
             inside = entries[0]
