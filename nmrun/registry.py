@@ -24,7 +24,7 @@ def find(kind: str, name: str, paths: Mapping[str, str]) -> Any:
     if name in paths:
         module, _, attribute = paths[name].rpartition(".")
         return getattr(importlib.import_module(module), attribute)
-    if "." not in name:
+    if "." not in name or name.startswith("."):
         choose(kind, name, paths)
     with refused("", ValueError):
         return imported(name, f"{kind}={name}")

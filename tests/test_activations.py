@@ -187,7 +187,14 @@ def test_other_modules_by_name():
         ({"include": "(1"}, r"include: '\(1' is not a regular expression: missing"),
         ({"dense_end": 0.5}, "dense_start and dense_end need total_steps"),
         ({"dense_end": 0.5, "dense_start": 0.5, "total_steps": 9}, "less than 1 together"),
-        ({"dense_end": -0.5, "total_steps": 9}, "shares of one run: 0 or more"),
+        ({"dense_end": -0.5, "total_steps": 9}, "dense_end=-0.5: it takes"),
+        ({"dense_start": "a", "total_steps": 9}, "dense_start=a: it takes"),
+        (
+            {"dense_start": 0.5, "dense_end": 0.4, "total_steps": 2},
+            "leave no step of 2 that is sparse",
+        ),
+        ({"include": 3}, "include=3: it takes a regular expression or a list of them"),
+        ({"include": ["1", 2]}, "include: 2 is not a regular expression"),
         ({"total_steps": -3}, "total_steps=-3: it takes a whole number, 1 or more"),
     ],
 )

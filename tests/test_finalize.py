@@ -240,6 +240,26 @@ def test_an_average_taken_in_a_dense_phase_is_pruned_by_magnitude():
     assert handle.phase == "dense"
 
 
+def test_an_average_by_proxsparse_has_the_old_values_to_the_end():
+    """The weights that the regulariser moves are no part of the result, nor of an average's."""
+    model, optimizer, handle = start("proxsparse", strength=3.0)
+    average, old = copy.deepcopy(list(model.parameters())), []
+    for step in range(TOTAL):
+        train(model, optimizer, [step])
+        with handle.dense_weights(), torch.no_grad():
+            for mean, p in zip(average, model.parameters(), strict=True):
+                mean.lerp_(p, 0.1)
+            if handle.recipe.evaluates_final and not old:  # as the regulariser begins
+                old = [p.clone() for p in model.parameters()]
+        if old:
+            with handle.projected(average):
+                for mean, before in zip(average, old, strict=True):
+                    if mean.shape in ((8, 16), (8, 8)):
+                        assert (mean == 0).float().mean() == 0.5
+                        assert torch.equal(mean, before * (mean != 0))
+    assert handle.is_sparse
+
+
 def averaged(recipe: str) -> tuple[Start, nn.Module, list[nn.Parameter]]:
     """A trained network and an average of its dense weights, as a module and as a list."""
     training = start(recipe)

@@ -321,3 +321,20 @@ def test_a_fused_step_is_for_gpus_and_large_networks():
             optimizer = kind([torch.nn.Parameter(torch.zeros(width, width))], lr=0.1)
             build.fuse(optimizer, device)
             assert [group["fused"] for group in optimizer.param_groups] == [expected]
+
+
+@pytest.mark.parametrize("source", [torch.optim.Adam, torch.optim.AdamW])
+def test_an_adamw_stays_one_whatever_state_it_loads(source):
+    """A state of Adam, and one of an AdamW that did not say yet how it decays."""
+    saved = source(parameters(), lr=0.1, weight_decay=0.5)
+    train(saved, saved.param_groups[0]["params"], gradients(2))
+    state = saved.state_dict()
+    if source is torch.optim.AdamW:
+        del state["param_groups"][0]["decoupled_weight_decay"]
+    ends = []
+    for kind in PAIRS[1]:
+        params = parameters()
+        optimizer = kind(params)
+        optimizer.load_state_dict(copy.deepcopy(state))
+        ends.append(train(optimizer, params, gradients(3)))
+    assert all(map(torch.equal, *ends))

@@ -22,6 +22,7 @@ def test_a_known_name_and_a_dotted_path(tmp_path, monkeypatch):
 def test_mistakes_name_the_key():
     for name, message in (
         ("jion", r"no such what; did you mean join\? \(there are join, joined\)"),
+        ("./jion.py", r"no such what \(there are join, joined\)"),
         ("os.nothing", "cannot be imported: module 'os' has no attribute"),
     ):
         with pytest.raises(ConfigError, match=rf"what\.name={name}:? {message}"):

@@ -455,7 +455,7 @@ def test_a_sparse_phase_without_its_dense_weights_is_refused():
 
 @pytest.mark.parametrize("pattern", ["2:4", "4:4"])
 @pytest.mark.parametrize("order", ["ms", "sm", "mso", "smo"])
-@pytest.mark.parametrize("recipe", ["sr_ste", "asp", "step", "s_ste"])
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp", "step", "s_ste", "t_sr_ste", "ast"])
 def test_a_model_without_its_optimizer_s_state_is_warned_of(recipe, order, pattern):
     """Not where the state came too, nor where the pattern prunes nothing."""
     states = start(recipe, pattern=pattern)

@@ -17,6 +17,7 @@ from nmrun.errors import ConfigError
 from nmrun.integrations.training import Training
 from nmrun.recipes import ASP
 from nmrun.recipes.lbc import LBC
+from nmrun.recipes.ste import STE
 
 
 class Sam(torch.optim.SGD):
@@ -48,7 +49,15 @@ def all_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return bits(model.state_dict()), bits(groups), state, hooks, names, modules
 
 
+class Floats(STE):
+    name = "floats"
+
+    def choose(self, weight: Any) -> Tensor:
+        return torch.ones_like(weight.dense)
+
+
 FAILURES: dict[str, dict[str, Any]] = {
+    "Floats.choose gave": {"recipe": Floats()},
     "it cannot": {"recipe": Fails()},
     "needs a name other than dense": {"recipe": "test_sparsify.Overwrites"},
     "not a power of two": {"recipe": "sdgf_stepwise", "pattern": "3:8"},

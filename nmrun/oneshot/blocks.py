@@ -79,7 +79,7 @@ def _call_order(layers: Sequence[LayerMatrix], run: Pass) -> list[LayerMatrix]:
                 hooks.callback(module.register_forward_pre_hook(note).remove)
         try:
             run()
-        except (TypeError, RuntimeError) as error:
+        except Exception as error:  # the model's own code may raise anything
             raise ConfigError(f"the model does not take this batch: {first_line(error)}") from error
     return [*order.values(), *(layer for layer in layers if layer.name not in order)]
 

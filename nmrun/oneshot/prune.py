@@ -115,7 +115,8 @@ def prune(
     check_values({"pad": FLAG}, {"pad": pad})
     others = inspect.signature(prune).parameters
     pruner, pattern = oneshot.build(method, hyperparameters, others), Pattern.parse(pattern)
-    calibration = [] if isinstance(batches, str | Tensor | Mapping) else list(batches)
+    one = batches is None or isinstance(batches, str | Tensor | Mapping)
+    calibration = [] if one else list(batches)
     if not calibration:
         raise ConfigError("prune takes a list of calibration batches, one at least: [batch]")
     layers, left_dense = _selection(model, pattern, include, exclude, overrides, pad)

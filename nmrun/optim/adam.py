@@ -239,6 +239,11 @@ class AdamW(Adam):
             params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=True, **kwargs
         )
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # states of an Adam and of older AdamWs say otherwise
+            group["decoupled_weight_decay"] = True
+
 
 def check_freezable(groups: Iterable[dict[str, Any]]) -> None:
     """Raise ConfigError for a group whose second moments cannot be frozen."""

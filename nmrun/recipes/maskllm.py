@@ -25,7 +25,7 @@ from torch import Tensor
 from nmrun.errors import ConfigError, refused
 from nmrun.ranges import FRACTION, SPAN, WEIGHTS, number
 from nmrun.recipes.base import drawn_seed
-from nmrun.recipes.parameters import FrozenWeights, MaskScores, candidates, check_optimizer
+from nmrun.recipes.parameters import FrozenWeights, MaskScores, candidates
 from nmrun.sparsity.layers import plain_name
 from nmrun.sparsity.masks import nm_mask
 from nmrun.sparsity.reference import by_group
@@ -91,7 +91,6 @@ class MaskLLM(MaskScores, FrozenWeights):
         self.seed = drawn_seed()
         self.soft: dict[str, Tensor] = {}  # the blend of masks that the forward pass uses
         self.place = {weight.name: number for number, weight in enumerate(weights)}
-        check_optimizer(optimizer, self.name)
         if (path := self.path) is not None:  # read when the dense phase ends; mistakes are told now
             for weight in weights:
                 masks_in(path, weight)

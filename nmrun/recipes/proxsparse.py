@@ -99,6 +99,8 @@ class ProxSparse(FrozenWeights):
     def project_final(self, weight: SparseWeight, out: Tensor) -> None:
         if self.evaluates_final:
             torch.mul(weight["original"], self.largest_mask(weight), out=out)
+        elif self.is_sparse and self.step == self.ends:  # of an average: the old values as before
+            torch.mul(weight["original"], weight["mask"], out=out)
         else:
             super().project_final(weight, out)
 

@@ -187,8 +187,8 @@ class Options:
         self.parameters = named_parameters(model)
         named = [self._dim(text, dim) for text, dim in (dims or {}).items()]
         complete(model, self.parameters, lambda each: _first(named, each.names))
-        unwanted = _several("exclude", exclude)
-        wanted = _several("include", include)
+        unwanted = several("exclude", exclude)
+        wanted = several("include", include)
         self._include = None if include is None else self._modules("include", wanted)
         self._exclude = self._modules("exclude", [text for text in unwanted if text != AUTO])
         # each with its own text and its pattern, None for dense
@@ -226,7 +226,7 @@ class Options:
 
     def _modules(self, option: str, texts: Sequence[str]) -> list[re.Pattern[str]]:
         every = list({name for each in self.parameters for name in each.module_names})
-        expressions = [_compiled(option, text) for text in texts]
+        expressions = [compiled(option, text) for text in texts]
         for expression in expressions:
             if not _match([expression], every):
                 layers = [each.module_name for each in self.parameters if each.may_be_sparse]
@@ -238,7 +238,7 @@ class Options:
         return expressions
 
     def _dim(self, text: str, dim: int) -> tuple[re.Pattern[str], int]:
-        expression = _compiled("dims", text)
+        expression = compiled("dims", text)
         matches = [each for each in self.parameters if _match([expression], each.names)]
         if not matches:
             raise ConfigError(
@@ -246,7 +246,7 @@ class Options:
                 f"{_listing(each.name for each in self.parameters)}"
             )
         for each in matches:
-            if each.shape and dim not in range(len(each.shape)):
+            if type(dim) is not int or (each.shape and dim not in range(len(each.shape))):
                 raise ConfigError(
                     f"dims: {text!r}: {dim!r} is no dimension of {each.name} {list(each.shape)} "
                     f"(0 to {len(each.shape) - 1})"
@@ -254,7 +254,7 @@ class Options:
         return expression, dim
 
 
-def _compiled(option: str, text: str) -> re.Pattern[str]:
+def compiled(option: str, text: str) -> re.Pattern[str]:
     with refused(f"{option}: {text!r} is not a regular expression: ", re.error, TypeError):
         return re.compile(text)
 
@@ -270,7 +270,7 @@ def _ends(model: nn.Module, parameters: Sequence[Candidate]) -> dict[str, str]:
     return ends
 
 
-def _several(option: str, texts: str | Sequence[str] | None) -> list[str]:
+def several(option: str, texts: str | Sequence[str] | None) -> list[str]:
     if texts is None:
         return []
     if not isinstance(texts, Iterable):

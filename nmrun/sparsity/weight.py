@@ -116,7 +116,6 @@ class SparseWeight:
         """This weight with another dense weight, such as an average; all other tensors are shared."""
         other = copy.copy(self)
         other._tensors = {**self._tensors, "dense": dense}
-        other.dependents = []
         return other
 
     def whole(self, part: Tensor) -> Tensor:

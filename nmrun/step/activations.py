@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nmrun.errors import ConfigError, refused
+from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
-from nmrun.ranges import total_steps_of
+from nmrun.ranges import FRACTION, check_values, total_steps_of
 from nmrun.sparsity.masks import hard_threshold
+from nmrun.sparsity.select import compiled, several
 
 # squared ReLUs of others by the name of their class: transformers'
 SQUARED_RELUS = ("ReLUSquaredActivation",)
@@ -153,9 +153,9 @@ def _chosen_modules(model: nn.Module, include: str | Sequence[str] | None) -> di
             if isinstance(module, SquaredReLU) or type(module).__name__ in SQUARED_RELUS
         }
     selection: dict[str, nn.Module] = {}
-    for text in [include] if isinstance(include, str) else include:
-        with refused(f"include: {text!r} is not a regular expression: ", re.error):
-            named = {n: m for n, m in modules.items() if re.fullmatch(text, n)}
+    for text in several("include", include):
+        expression = compiled("include", text)
+        named = {n: m for n, m in modules.items() if expression.fullmatch(n)}
         if not named:
             raise ConfigError(f"include: {text!r} is the name of no module")
         selection |= named
@@ -163,10 +163,11 @@ def _chosen_modules(model: nn.Module, include: str | Sequence[str] | None) -> di
 
 
 def _sparse_steps(total_steps: int | None, start: float, end: float) -> range | None:
-    if not (start >= 0 and end >= 0 and start + end < 1):
+    shares = {"dense_start": start, "dense_end": end}
+    check_values(dict.fromkeys(shares, FRACTION), shares)
+    if not start + end < 1:
         raise ConfigError(
-            f"dense_start={start:g} and dense_end={end:g} are shares of one run: 0 or more, and "
-            "less than 1 together"
+            f"dense_start={start:g} and dense_end={end:g} are shares of one run: less than 1 together"
         )
     if not (start or end):
         return None
@@ -174,7 +175,12 @@ def _sparse_steps(total_steps: int | None, start: float, end: float) -> range | 
         raise ConfigError("dense_start and dense_end need total_steps")
     # with any dense end the last step is dense: the network that is left has dense activations
     most = total_steps - 1 if end else total_steps
-    return range(round(start * total_steps), min(round((1 - end) * total_steps), most))
+    steps = range(round(start * total_steps), min(round((1 - end) * total_steps), most))
+    if not steps:
+        raise ConfigError(
+            f"dense_start={start:g} and dense_end={end:g} leave no step of {total_steps} that is sparse"
+        )
+    return steps
 
 
 def sparse_activations(

@@ -128,8 +128,9 @@ class Handle:
     @contextlib.contextmanager
     def dense_weights(self) -> Iterator[None]:
         """While entered, the parameters are the dense weights: for averages (EMA), dense evaluation and
-        dense checkpoints. What is written into a parameter inside becomes its dense weight. Entered
-        again inside, it changes nothing; inside :meth:`evaluation_weights` these come back after it."""
+        dense checkpoints. CAST computes with these weights times its scales, and here they are without.
+        What is written into a parameter inside becomes its dense weight. Entered again inside, it
+        changes nothing; inside :meth:`evaluation_weights` these come back after it."""
         if self._shows_dense:
             yield
             return

@@ -128,8 +128,10 @@ class Stepper:
         self.resume = Resume(optimizer, recipe, sparse, self.refresh)
         captured = any(group.get("capturable") for group in optimizer.param_groups)
         for weight in sparse:
-            LIVE[id(weight.parameter)] = weight.parameter
             weight.copies = captured or not _owns_its_storage(weight.parameter)
+        self.refresh()  # first: where a recipe's mask is refused, the optimizer has no hooks
+        for weight in sparse:
+            LIVE[id(weight.parameter)] = weight.parameter
         if sparse:
             self._hooks = [
                 optimizer.register_step_pre_hook(_hook(self._before_step)),
@@ -137,7 +139,6 @@ class Stepper:
                 *self.resume.hooks(),
             ]
             self.resume.put_clock()
-        self.refresh()
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -185,7 +186,9 @@ class Stepper:
     def _warn_if_pruned(self) -> None:
         """Warn where a recipe that moves pruned weights begins with none but zeros there: a model was
         loaded, and the optimizer's state was not, or it was pruned in one shot."""
-        if any(_hidden(w.dense) or self.recipe.rule(w).mask is not None for w in self.sparse):
+        rules = [self.recipe.rule(w) for w in self.sparse]
+        stays = any(r.mask is not None and r.pruned_gradient_factor == 0 for r in rules)
+        if stays or any(_hidden(w.dense) for w in self.sparse):
             return
         if all(w.is_pruned() for w in self.sparse) and any(w.dense.any() for w in self.sparse):
             self.warn(

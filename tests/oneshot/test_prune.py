@@ -475,6 +475,8 @@ def test_asp_keeps_the_mask_of_the_pruned_weights():
         ({"include": "nothing"}, "include: 'nothing' matches no layer's whole name"),
         ({"batches": [(tokens()[0], torch.zeros(4))]}, "the model does not take this batch: "),
         ({"batches": [torch.randn(2, 5)]}, "the model does not take this batch: "),
+        ({"batches": [torch.full((2, 5), 1000)]}, "the model does not take this batch: "),
+        ({"batches": None}, "prune takes a list of calibration batches"),
         ({"pad": "no"}, "pad=no: it takes true or false"),
     ],
 )  # fmt: skip

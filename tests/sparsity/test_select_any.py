@@ -130,6 +130,8 @@ def test_dims_make_any_parameter_a_candidate():
     assert sparse(model, dims={"fc.weight": 0})["fc.weight"] == (0, 1)
     del axes["fc.weight"]
     assert sparse(model, dims=dims, include="own") == axes
+    with pytest.raises(ConfigError, match=r"dims: 'own\\\\.a': 1.0 is no dimension of own.a"):
+        sparse(model, dims={r"own\.a": 1.0})
     assert "6 inputs are not a multiple of 4" in reasons(model, dims={r"own\.a": 1})["own.a"]
 
 
