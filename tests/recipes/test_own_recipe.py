@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from errors import one_line
 from runs import mistakes, result_of
 from safetensors.torch import load_file
 
@@ -26,6 +27,7 @@ import nmrun.lab.sweeps.jobs  # registers the source of ratios
 from nmrun import recipes
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.config import command_line
+from nmrun.lab.config.composition import config_of
 from nmrun.recipes.base import Recipe
 
 PAGE = Path(__file__).parents[2] / "docs/own-recipe.md"
@@ -183,7 +185,8 @@ def test_a_mistake_gets_a_line(module, monkeypatch, words, message):
     from nmrun.lab.config import schema
     from nmrun.lab.train import build
 
-    words = command_line.own_recipe(["recipe._target_=saliency.Saliency", "track=local", *words])
+    alone = () if words[0].startswith("recipe=") else ("recipe._target_=saliency.Saliency",)
+    words = command_line.own_recipe([*alone, "track=local", *words])
     problems = mistakes(words)
     if not problems:
         with (
@@ -195,6 +198,21 @@ def test_a_mistake_gets_a_line(module, monkeypatch, words, message):
     (problem,) = problems
     assert problem.startswith(message)
     assert "\n" not in problem
+
+
+@pytest.mark.parametrize("named", ["step", "dense,sr_ste", "dense,custom"])
+def test_beside_named_recipes_a_class_is_refused(named):
+    with one_line(ConfigError, rf"recipe\._target_ is a recipe alone, and recipe={named} others"):
+        command_line.own_recipe([f"recipe={named}", "recipe._target_=saliency.Saliency"])
+
+
+def test_a_preset_of_a_class_takes_its_fields(folder, module):
+    (folder / "recipe").mkdir()
+    (folder / "recipe" / "first.yaml").write_text("_target_: saliency.Saliency\n")
+    (folder / "recipe" / "second.yaml").write_text("defaults: [first]\nbeta: 0.5\n")
+    words = command_line.own_recipe(["recipe=second", "recipe.beta=0.9"], str(folder))
+    assert mistakes(words, config_dir=str(folder)) == []
+    assert config_of(words, str(folder)).plain["recipe"]["beta"] == 0.9
 
 
 @pytest.mark.parametrize("method", ["begin", "choose"])

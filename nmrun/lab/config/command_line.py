@@ -54,9 +54,14 @@ def own_recipe(words: list[str], config_dir: str | None = None) -> list[str]:
     keys = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in words}
     if keys.keys().isdisjoint({"recipe", "recipe._target_"}):
         return words
-    files = groups.in_folder(config_dir).get("recipe", ())
-    own = {file.stem for file in files if b"_target_" in file.read_bytes()} | {*installed()}
-    if "recipe._target_" not in keys and own.isdisjoint(keys.get("recipe", "").split(",")):
+    named = keys.get("recipe", "custom")
+    if "recipe._target_" in keys and named != "custom":
+        raise ConfigError(
+            f"recipe._target_ is a recipe alone, and recipe={named} others: leave one of them out; in "
+            "a sweep beside others a class has a name, by a file of recipe/ in a --config-dir"
+        )
+    own = {file.stem for file in groups.in_folder(config_dir).get("recipe", ())} | {*installed()}
+    if "recipe._target_" not in keys and own.isdisjoint(named.split(",")):
         return words
     words = [
         "++" + word.lstrip("+") if word.lstrip("+").startswith("recipe.") else word

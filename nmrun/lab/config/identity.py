@@ -83,8 +83,10 @@ def changed(before: Mapping[str, Any], config: Config) -> list[str]:
 
 def _counted(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a group that can change a result, with their values."""
-    ignored = {SOURCE, *IRRELEVANT.get(group, ())}
-    if group == "trainer":  # keys of these names in a group of the user's own are others
+    ignored = {SOURCE}
+    if "_target_" not in values:  # keys of these names in a group of the user's own are others
+        ignored |= IRRELEVANT.get(group, set())
+    if group == "trainer":
         if str(values.get("budget")).startswith("seconds:"):
             ignored -= SPEED
         for key, others in DEPENDENT.items():

@@ -153,6 +153,8 @@ class _Sweep:
             self.overrides.append(override)
             return
         value = override.value()
+        if isinstance(value, dict):  # keys of the group, and no option
+            options = None
         most = command_line.MOST_JOBS
         if isinstance(value, RangeSweep) and (count := command_line.length(value)) > most:
             self.count *= count  # too many to make, which compose says

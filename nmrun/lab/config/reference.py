@@ -215,7 +215,7 @@ def _about(topic: str, config_dir: str | None) -> Iterator[str]:
             yield from _option(choices[""]) if "" in choices else _list(choices.values())
     else:
         above = topic.rpartition(".")[0].partition(".")[0]
-        if above in ("", *GROUPS) and (meanings := key_meanings(topic, options(above))):
+        if above in ("", *GROUPS) and (meanings := key_meanings(topic, options(above, config_dir))):
             yield topic
             for key, defaults in meanings.items():
                 yield from _key(key, defaults)

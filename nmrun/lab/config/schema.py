@@ -65,10 +65,14 @@ def check(composed: DictConfig, unsure: Collection[str] = ()) -> Config:
         _put(plain, key, value)
     plain["optimizer"]["decay"] = _decay(plain["optimizer"], plain["model"])
     plain["recipe"]["name"] = _recipe_name(plain["recipe"])
+    for group in ("dataset", "model"):  # of one's own, a number may be a name
+        plain[group]["name"] = str(plain[group]["name"])
     if plain["sparsity"]["n"] is None or plain["recipe"] == {"name": "dense"}:
         no_ratio = options.defaults(options.keys("sparsity"))
         return Config({**plain, "recipe": {"name": "dense"}, "sparsity": no_ratio}, None)
-    return Config(plain, Pattern.parse(written(plain["sparsity"])))
+    pattern = Pattern.parse(written(plain["sparsity"]))
+    plain["sparsity"] |= options.ratio(pattern)  # numbers, also where a variable gave a text
+    return Config(plain, pattern)
 
 
 def resolve(composed: DictConfig) -> dict[str, Any]:
@@ -452,7 +456,8 @@ def _no_pretrained(dataset: dict[str, Any], model: dict[str, Any]) -> Iterator[s
             yield f"dataset.tokenizer={str(dataset['tokenizer']).lower()}: it takes {TEXT.allowed}"
     for key, place in named.items():
         folder = str(place).startswith(("/", "./", "../", "~"))
-        if folder and not expanded(str(place)).is_dir():
+        file = key == "dataset.tokenizer" and expanded(str(place)).is_file()  # tokenizer.json
+        if folder and not file and not expanded(str(place)).is_dir():
             yield f"{key}={place}: there is no such folder"
 
 

@@ -199,7 +199,7 @@ class WandBLogger(Logger):
             resume="allow" if online and history else None,
             entity=track["entity"],
             notes=track["notes"],
-            group=track["group"] or run.sweep,
+            group=track["group"] or os.environ.get("WANDB_RUN_GROUP") or run.sweep,
             **_wandb_names(run),
             dir=str(run.folder),
             config=run.config,

@@ -154,6 +154,21 @@ def test_a_key_of_ones_own_that_the_trainer_has_too_counts(key):
     assert not same(one, other)
 
 
+def test_workers_of_data_of_ones_own_are_a_key_like_others():
+    keys = {"dataset._target_": "pack.build", "dataset.name": "own"}
+    one, other = (checked(**keys, **{"dataset.workers": n}) for n in (1, 2))
+    assert not same(one, other)
+    one, other = (
+        checked("dataset=imagenet,model=resnet18", **{"dataset.workers": n}) for n in (1, 2)
+    )
+    assert same(one, other)
+
+
+def test_a_number_may_be_the_name_of_ones_own():
+    numbered = checked(**{"model._target_": "pack.build", "model.name": 64})
+    assert run_folder(numbered).parts[-4] == "64"
+
+
 def test_ten_digits_that_depend_on_neither_order_nor_process():
     config = checked("recipe=sr_ste", **{"recipe.decay": 0.25})
 

@@ -284,6 +284,9 @@ def test_numbers_may_come_from_the_environment(tmp_path, monkeypatch):
     assert config.plain["optimizer"]["lr"] == 0.003
     assert config.plain["optimizer"]["weight_decay"] == 0.5
     assert config.plain["track"]["notes"] == "12"
+    monkeypatch.setenv("NON_ZEROS", "1")
+    sparsity = config_of(["sparsity.n=${oc.env:NON_ZEROS}", "sparsity.m=4"]).plain["sparsity"]
+    assert (sparsity["n"], sparsity["m"], sparsity["v"]) == (1, 4, 1)
     monkeypatch.setenv("SEED", "seven")
     (line,) = mistakes(words, config_dir=str(tmp_path))
     assert line.startswith("seed=seven: it takes")

@@ -97,6 +97,7 @@ def test_options_of_ones_own_are_told(tmp_path):
         "recipe.other", "default 1",
     ]  # fmt: skip
     assert "default 0.5" in reference.about("optimizer=slow", str(tmp_path))
+    assert "default 0.3" in reference.about("recipe.rate", str(tmp_path))
     assert "recipe=mine:" in reference.about("recipe", str(tmp_path))
     with pytest.raises(ConfigError, match="did you mean mine"):
         reference.about("recipe=mien", str(tmp_path))

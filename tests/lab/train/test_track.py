@@ -353,6 +353,10 @@ def test_what_wandb_is_told(tmp_path, monkeypatch):
     assert summary["best/epoch"] == result["metrics"]["best"]["epoch"]
     assert summary["status"] == "finished"
     assert not any(isinstance(value, dict | list) for value in summary.values())
+    monkeypatch.setenv("WANDB_RUN_GROUP", "mine")
+    again = config(tmp_path, "track=wandb", "recipe=dense", "seed=7")
+    runner.run(again, run_folder(again), "some-sweep")
+    assert asked["group"] == "mine"
 
 
 def test_tensorboard_has_every_number_at_its_step(tmp_path):
