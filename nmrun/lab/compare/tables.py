@@ -31,6 +31,8 @@ from nmrun.oneshot import METHODS
 
 Run = Mapping[Any, Any]  # a row of ``collect``
 Place = tuple[Key, Key]  # row and column
+# column, metric, data set and model: what cells have in common of which one is a unit for another
+Kind = tuple[Key, str, Key]
 
 SAMPLES = "recipe.samples"  # of a calibration
 TRAINING = ("optimizer", "schedule", "trainer")
@@ -123,15 +125,20 @@ class Table:
         return dict(zip(told["metric"], told["higher_is_better"], strict=True))
 
     def column_cells(self, row: Key, column: Key) -> dict[Key, Cell]:
-        """The cells by row of a column that have the metric of the cell in ``row``, which is among
-        them."""
-        return self._by_metric[column, self.metric_of(row, column)]
+        """The cells by row of a column that have the metric, data set and model of the cell in
+        ``row``, which is among them."""
+        return self._by_kind[self._kind(row, column)]
+
+    def _kind(self, row: Key, column: Key) -> Kind:
+        pairs = zip(self.row_keys, row, strict=True)
+        apart = tuple(t for key, t in pairs if key.partition(".")[0] == "dataset" or key == "model")
+        return column, self.metric_of(row, column), apart
 
     @functools.cached_property
-    def _by_metric(self) -> dict[tuple[Key, str], dict[Key, Cell]]:
-        cells: dict[tuple[Key, str], dict[Key, Cell]] = {}
+    def _by_kind(self) -> dict[Kind, dict[Key, Cell]]:
+        cells: dict[Kind, dict[Key, Cell]] = {}
         for (row, column), cell in self.cells.items():
-            cells.setdefault((column, self.metric_of(row, column)), {})[row] = cell
+            cells.setdefault(self._kind(row, column), {})[row] = cell
         return cells
 
     def digits(self, row: Key, column: Key) -> int | None:
@@ -140,14 +147,14 @@ class Table:
         cell = self.cells[row, column]
         if cell.mean is None or not deviates(cell.mean, cell.sd):
             return None
-        return self._digits[column, self.metric_of(row, column)]
+        return self._digits[self._kind(row, column)]
 
     @functools.cached_property
-    def _digits(self) -> dict[tuple[Key, str], int]:
-        digits: dict[tuple[Key, str], Counter[int]] = {}
-        for (column, metric), cells in self._by_metric.items():
-            digits[column, metric] = Counter(
-                places(cell.mean, metric, cell.sd)
+    def _digits(self) -> dict[Kind, int]:
+        digits: dict[Kind, Counter[int]] = {}
+        for kind, cells in self._by_kind.items():
+            digits[kind] = Counter(
+                places(cell.mean, kind[1], cell.sd)
                 for cell in cells.values()
                 if cell.mean is not None and deviates(cell.mean, cell.sd)
             )
@@ -156,15 +163,15 @@ class Table:
     def step(self, row: Key, column: Key) -> float:
         """The smallest step of a cell's metric that its column shows; FLOPs are counted, and have
         none."""
-        return self._steps[column, self.metric_of(row, column)]
+        return self._steps[self._kind(row, column)]
 
     @functools.cached_property
-    def _steps(self) -> dict[tuple[Key, str], float]:
+    def _steps(self) -> dict[Kind, float]:
         return {
-            (column, metric): 0.0
-            if metric.startswith("flops/")
+            kind: 0.0
+            if kind[1].startswith("flops/")
             else grain(value for cell in cells.values() for value in cell.values.values())
-            for (column, metric), cells in self._by_metric.items()
+            for kind, cells in self._by_kind.items()
         }
 
 
@@ -281,7 +288,8 @@ def _set_apart(table: Table) -> Table:
         reasons = [*Counter(cell.without).elements(), *["failed"] * len(seeds)]
         return summarise(values, reasons, (*cell.failed, *seeds))
 
-    cells = {place: without(cell) for place, cell in table.cells.items()}
+    kept = {id(cell): without(cell) for cell in table.cells.values()}
+    cells = {place: kept[id(cell)] for place, cell in table.cells.items()}
     return replace(table, cells=cells, failed=sum(map(len, failed.values())))
 
 

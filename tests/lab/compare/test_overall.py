@@ -158,6 +158,34 @@ def test_a_seed_has_failed_when_it_is_ten_deviations_worse(worst, failed):
     assert words({"2:4": {"ste": spread, "asp": [7.0, 7.1, 99.0]}}).failed == 0
 
 
+def test_a_data_set_that_is_a_row_is_judged_by_its_own_rows():
+    """As in tables of their own: digits vary by a hundredth of what the questions do."""
+    questions = {
+        "2:4": {"ste": [0.5, 0.6, 0.45], "sr_ste": [0.55, 0.61, 0.47], "asp": [0.4, 0.5, 0.45]}
+    }
+    digits = {
+        "2:4": {
+            name: [0.98 + seed / 1000, 0.98, 0.979]
+            for seed, name in enumerate(("ste", "sr_ste", "asp", "step"))
+        }
+    }
+    apart = [images(digits), table_of(questions, "glue", "accuracy")]
+    runs = pd.concat([each.runs for each in apart])
+    one = build(runs, "test/accuracy", ["dataset", "recipe"], ["sparsity"])
+    assert one.failed == 0
+    for each in apart:
+        data = each.shared["dataset"]
+        for (recipe, ratio), cell in each.cells.items():
+            place = (data, *recipe), ratio
+            assert one.cells[place] == cell
+            assert one.digits(*place) == each.digits(recipe, ratio)
+            assert one.step(*place) == each.step(recipe, ratio)
+    found = {each.row: each for each in overall.over_all_cells([one], "sr_ste")}
+    for recipe, row in of(*apart).items():
+        for data, part in row.parts.items():
+            assert found[data, recipe].means == part.means
+
+
 def cut(values: Values, keeps: Callable[[str], int]) -> Values:
     """So many seeds of each recipe."""
     return {

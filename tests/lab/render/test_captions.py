@@ -131,6 +131,19 @@ def test_runs_in_which_steps_rule_never_decided_are_told_apart(write, table):
     )[1]  # fmt: skip
 
 
+def test_a_dense_seed_that_failed_counts_once_beside_several_ratios(write, table):
+    """Though its cell stands in the column of each, it is no run that failed besides."""
+    for seed in range(3):
+        write("dense", "dense", seed, 0.98 + seed / 1000 if seed else 0.3)
+        for ratio in ("2:4", "1:4", "1:8"):
+            for recipe in ("ste", "sr_ste"):
+                write(recipe, ratio, seed, 0.95 + seed / 1000)
+    text = table()[1]
+    assert text.count("(2, 1 failed)") == 3
+    assert "1 seed failed" in text
+    assert "in no mean" not in text
+
+
 def test_runs_that_ended_otherwise_are_in_no_mean_and_counted(write, table):
     for seed in range(3):
         write("dense", "dense", seed, 0.95)
