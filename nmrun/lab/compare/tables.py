@@ -25,7 +25,7 @@ from nmrun.lab.compare.notation import (
     scale,
 )
 from nmrun.lab.compare.statistics import FEWEST, Cell, Difference, grain, summarise
-from nmrun.lab.config.identity import IRRELEVANT, SETTINGS
+from nmrun.lab.config.identity import DECIDING, IRRELEVANT, SETTINGS, without_effect
 from nmrun.lab.output import quantity
 from nmrun.oneshot import METHODS
 
@@ -350,13 +350,19 @@ def _check_alike(members: Mapping[Place, Sequence[Run]], rows: Key) -> None:
 
 
 def settings_apart(runs: Sequence[Run]) -> list[str]:
-    """The settings, without the seed, that differ between runs and change results. Where it is known,
-    ``precision``, which ``trainer.precision=auto`` was on their machines, counts and not the setting."""
+    """The settings, without the seed, that differ between runs and change the result of any. Where it
+    is known, ``precision``, which ``trainer.precision=auto`` was on their machines, counts and not
+    the setting."""
+    trainers = [  # a run of a version without the key has NaN
+        {key: value for key in DECIDING if (value := run.get(f"trainer.{key}")) == value}
+        for run in runs
+    ]
+    irrelevant = {**IRRELEVANT, "trainer": set.intersection(*map(without_effect, trainers))}
     keys = [
         key
         for key in dict.fromkeys(k for run in runs for k in run)
         for group, _, name in [str(key).partition(".")]
-        if group in SETTINGS and group != "seed" and name not in IRRELEVANT.get(group, ())
+        if group in SETTINGS and group != "seed" and name not in irrelevant.get(group, ())
     ]
     apart = [key for key in keys if len(labels_of(run[key] for run in runs)) > 1]
     known = labels_of(run.get("precision", math.nan) for run in runs)

@@ -37,6 +37,8 @@ DEPENDENT = {
 REPLACED = {"steps": {"epochs"}}
 # what decides how many steps a budget of seconds buys
 SPEED = {"device", "deterministic", "threads", "distributed", "acceleration"}
+# the keys of the trainer that decide which of its others have an effect
+DECIDING = ("budget", *DEPENDENT, *REPLACED)
 
 
 def identity(config: Config) -> str:
@@ -84,18 +86,25 @@ def changed(before: Mapping[str, Any], config: Config) -> list[str]:
 def _counted(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a group that can change a result, with their values."""
     ignored = {SOURCE}
-    if "_target_" not in values:  # keys of these names in a group of the user's own are others
-        ignored |= IRRELEVANT.get(group, set())
     if group == "trainer":
-        if str(values.get("budget")).startswith("seconds:"):
-            ignored -= SPEED
-        for key, others in DEPENDENT.items():
-            if values.get(key) is None:
-                ignored |= others
-        for key, others in REPLACED.items():
-            if values.get(key) is not None:
-                ignored |= others
+        ignored |= without_effect(values)
+    elif "_target_" not in values:  # keys of these names in a group of the user's own are others
+        ignored |= IRRELEVANT.get(group, set())
     return {key: item for key, item in values.items() if key not in ignored}
+
+
+def without_effect(trainer: Mapping[str, Any]) -> set[str]:
+    """The keys of a trainer that change no result, given its values of ``DECIDING``."""
+    idle = set(IRRELEVANT["trainer"])
+    if str(trainer.get("budget")).startswith("seconds:"):
+        idle -= SPEED
+    for key, others in DEPENDENT.items():
+        if trainer.get(key) is None:
+            idle |= others
+    for key, others in REPLACED.items():
+        if trainer.get(key) is not None:
+            idle |= others
+    return idle
 
 
 def is_in_id(key: str) -> bool:

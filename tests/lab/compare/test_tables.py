@@ -319,6 +319,32 @@ def test_what_does_not_change_a_result_and_another_recipes_setting_are_no_differ
     assert rows == {"ste": {"2:4": "**90.0 +- 0.0**"}, "step": {"2:4": "80.0 (1)"}}
 
 
+@pytest.mark.parametrize(
+    ("beside", "key", "one", "two", "matters"),
+    [
+        ({"trainer__budget": "seconds:600.0"}, "trainer__device", "cpu", "cuda", True),
+        ({"trainer__budget": "flops:1e12"}, "trainer__device", "cpu", "cuda", False),
+        ({"trainer__steps": 500}, "trainer__epochs", 3, 12, False),
+        ({"trainer__distill": None}, "trainer__distill_weight", 0.5, 0.9, False),
+        ({"trainer__distill": "start"}, "trainer__distill_weight", 0.5, 0.9, True),
+        ({}, "trainer__activations_dense_end", 0.0, 0.2, False),
+    ],
+)
+def test_a_key_of_the_trainer_counts_where_another_gives_it_an_effect(
+    beside, key, one, two, matters, write, table
+):
+    write("ste", "2:4", 0, 0.9, **beside, **{key: one})
+    write("ste", "2:4", 1, 0.9, **beside, **{key: two})
+    status, _, err = table()
+    assert (status, key.replace("__", ".") in err) == ((2, True) if matters else (0, False))
+
+
+def test_a_key_counts_that_has_an_effect_in_one_of_the_runs(write, table):
+    write("ste", "2:4", 0, 0.9, trainer__steps=500)
+    write("ste", "2:4", 1, 0.9, trainer__epochs=3, trainer__steps=None)
+    assert "differ in trainer.epochs, trainer.steps;" in table()[2]
+
+
 def test_runs_that_begin_with_others_of_a_kind_are_averaged(write, table):
     """Seed by seed another network: what it was is what counts."""
     for seed in (0, 1):
