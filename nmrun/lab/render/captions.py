@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from nmrun import ranges
 from nmrun.lab.compare import notation
 from nmrun.lab.compare.comparison import Comparison
-from nmrun.lab.compare.notation import label, two_digits, unit, words
+from nmrun.lab.compare.notation import label, labels_of, two_digits, unit, words
 from nmrun.lab.compare.runs import same
 from nmrun.lab.compare.statistics import FEWEST, Difference
 from nmrun.lab.compare.tables import FAR, SAMPLES, Run, Table
@@ -22,8 +22,8 @@ from nmrun.oneshot import METHODS
 
 
 def title(table: Table, in_papers: bool = False) -> str:
-    """What all runs of the table have in common: model and data set, optimizer, and epochs or
-    steps. Model and data set are followed by settings that are not their defaults, one-shot pruning
+    """What all runs of the table have in common: model and data set, optimizer, and epochs, steps or
+    budget. Model and data set are followed by settings that are not their defaults, one-shot pruning
     by its calibration data.
 
     Names are those of configs, or as they stand ``in_papers``.
@@ -41,10 +41,22 @@ def title(table: Table, in_papers: bool = False) -> str:
         if has.get(key, "-") != "-"
     )
     rate = f"learning rate {has['optimizer.lr']}" if "optimizer.lr" in has else ""
-    by_steps = has.get("trainer.steps", "null") != "null"
-    key, word = ("trainer.steps", "step") if by_steps else ("trainer.epochs", "epoch")
-    length = quantity(has[key], word) if has.get(key) else ""
-    return ", ".join(filter(None, [where, has.get("optimizer"), rate, length, _pruning(table)]))
+    parts = [where, has.get("optimizer"), rate, _length(table), _pruning(table)]
+    return ", ".join(filter(None, parts))
+
+
+def _length(table: Table) -> str:
+    """How long all runs trained: by their budget, else steps, else epochs. Nothing where that
+    differs."""
+    trained = [run for run in table.records if run["recipe"] not in METHODS]
+    for key in ("budget", "steps", "epochs"):
+        values = [run.get(f"trainer.{key}") for run in trained]
+        labels = labels_of(value if value == value else None for value in values)
+        if labels - {"null"}:
+            length, *others = labels
+            said = f"{key} {length}" if key == "budget" else quantity(length, key[:-1])
+            return "" if others else said
+    return ""
 
 
 def _pruning(table: Table) -> str:

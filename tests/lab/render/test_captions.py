@@ -25,6 +25,18 @@ def resnet(depth: int) -> dict[str, object]:
     [
         ([("ste", {"trainer__epochs": 1})], "small_conv on digits, adam, learning rate 0.001, 1 epoch"),
         ([("ste", {"trainer__steps": 500})], "small_conv on digits, adam, learning rate 0.001, 500 steps"),
+        (
+            [("ste", {"trainer__budget": "seconds:600.0"})],
+            "small_conv on digits, adam, learning rate 0.001, budget seconds:600.0\n",
+        ),
+        (
+            [("ste", {"trainer__budget": None}), ("asp", {"trainer__budget": "flops:dense"})],
+            "small_conv on digits, adam, learning rate 0.001\n",
+        ),
+        (  # of a version without the key
+            [("ste", {"trainer__budget": None}), ("asp", {})],
+            "small_conv on digits, adam, learning rate 0.001, 12 epochs\n",
+        ),
         ([WANDA, MAGNITUDE], "small_conv on digits, pruned in one shot with 128 calibration samples"),
         (
             [WANDA, ("magnitude", {"recipe__samples": 8})],
@@ -44,8 +56,16 @@ def test_the_first_line_says_what_all_runs_have_in_common(runs, said, write, tab
     for recipe, settings in runs:
         write(recipe, "2:4", 0, 0.85, **settings)
     out = table()[1]
-    assert out.splitlines()[0].startswith(said)
+    assert out.startswith(said)
     assert "not the same" not in out or "model.depth" not in said
+
+
+def test_a_length_that_is_a_column_is_in_no_title(write, table):
+    for steps in (100, 200):
+        write("ste", "2:4", 0, 0.9, trainer__steps=steps)
+    out = table("--cols", "trainer.steps")[1]
+    assert "steps=100" in out
+    assert out.startswith("small_conv on digits, adam, learning rate 0.001\n")
 
 
 @pytest.mark.parametrize("style", ["markdown", "latex"])
