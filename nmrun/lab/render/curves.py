@@ -48,7 +48,7 @@ class Curve:
 
 
 class History:
-    """The files of the finished runs of each cell, each read once. Runs of a CSV file have none."""
+    """The files of the runs that a cell shows, each read once. Runs of a CSV file have none."""
 
     def __init__(self, table: Table, folders: RunFolders | None = None) -> None:
         self.table, self.folders = table, RunFolders() if folders is None else folders
@@ -57,7 +57,10 @@ class History:
         finished = (run for run in table.records if run["status"] == "finished")
         for place, runs in by_place(finished, table.row_keys, table.column_keys).items():
             row, column = place
-            self.cells |= {(row, shown): runs for shown in table.stands.get(place, [column])}
+            for shown in table.stands.get(place, [column]):
+                cell = table.cells.get((row, shown))  # none where metrics are rows or columns
+                failed = cell.failed if cell else ()
+                self.cells[row, shown] = [run for run in runs if run["seed"] not in failed]
 
     def curve(self, row: Key, column: Key, key: str, x: str = "step") -> Curve | None:
         """A logged value in a cell, over ``step``, ``epoch`` or ``seconds`` (of training steps);

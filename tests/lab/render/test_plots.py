@@ -108,6 +108,17 @@ def test_learning_curves_with_step_s_switch(write, tmp_path):
     assert drawn("curves", tmp_path, logged="eval/bleu") is None
 
 
+def test_curves_are_of_the_seeds_that_their_legend_says(write, tmp_path):
+    """A seed that failed by its value is in no curve, as in no mean."""
+    for seed in range(3):
+        for recipe in ("asp", "ste", "sr_ste"):
+            value = 0.3 if (recipe, seed) == ("ste", 0) else 0.95 + seed / 1000
+            log(write(recipe, "2:4", seed, value), [{"eval/accuracy": value}] * 4)
+    (axes,) = drawn("curves", tmp_path).axes
+    assert line(axes, "STE (1 failed)")[1] == pytest.approx([95.15] * 4)
+    assert line(axes, "ASP")[1] == pytest.approx([95.1] * 4)
+
+
 @pytest.mark.parametrize(("factor", "how"), [(2, "linear"), (20, "log")])
 def test_metric_against_flops(factor, how, write, tmp_path):
     costs = {"2:4": factor * 2e9, "1:8": 2e9, "1:16": 1.99e9}
