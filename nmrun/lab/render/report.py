@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from nmrun.lab.compare import notation
 from nmrun.lab.compare.comparison import Query, divide
 from nmrun.lab.compare.differences import against
 from nmrun.lab.compare.notation import label, short
-from nmrun.lab.compare.runs import FIRST, read_runs, summary
+from nmrun.lab.compare.runs import FIRST, filtered, read_runs, summary
 from nmrun.lab.compare.tables import Table
-from nmrun.lab.records import status
+from nmrun.lab.records import settings, status
+from nmrun.lab.records.status import RunState
 from nmrun.lab.render import captions, plots, style
 from nmrun.lab.render.curves import History
 from nmrun.lab.render.formats import Figure, Grid, grids
@@ -42,10 +43,11 @@ def write(paths: Sequence[str], query: Query, target: Path) -> None:
     table has.
     """
     folders = RunFolders()
-    tables = divide(read_runs(paths, folders=folders), replace(query, baseline=""))
+    collected = read_runs(paths, folders=folders)
+    tables = divide(collected, replace(query, baseline=""))
     runs = pd.concat([table.runs for table in tables])
     every = [run for path in paths for run in status.runs(Path(path), folders)]
-    states = list({os.path.realpath(run.folder): run for run in every}.values())
+    states = _fitting({os.path.realpath(run.folder): run for run in every}, collected, query.filter)
     counts = Counter(run.state for run in states)
     counts.update(runs["status"][~runs["folder"].map(os.path.isdir)])  # of CSV files
     order = [*status.STATES, *sorted(set(counts) - set(status.STATES))]
@@ -74,6 +76,23 @@ def write(paths: Sequence[str], query: Query, target: Path) -> None:
     )
     text = text.encode("ascii", "xmlcharrefreplace").decode()
     atomic.write(target, text, shared=True)
+
+
+def _fitting(
+    states: Mapping[str, RunState], collected: pd.DataFrame, conditions: Sequence[str]
+) -> list[RunState]:
+    """The runs, by their real paths, that fit the conditions: by their config where they have no
+    result. One without a config stays."""
+    begun = [
+        {**settings.of(each.run), "status": each.state, "folder": each.folder}
+        for each in states.values()
+        if not each.run.result and "sparsity" in each.run.config
+    ]
+    known = pd.concat([collected, pd.DataFrame(begun, dtype=object)])
+    fit, every = (
+        set(map(os.path.realpath, some["folder"])) for some in (filtered(known, conditions), known)
+    )
+    return [run for path, run in states.items() if path not in every - fit]
 
 
 def _sections(tables: Sequence[Table], baseline: str, folders: RunFolders) -> list[dict[str, Any]]:

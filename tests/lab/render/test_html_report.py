@@ -112,6 +112,24 @@ def test_what_did_not_finish_with_its_error_and_command(write, report, tmp_path)
     assert document.tables[0][1] == ["step", "98.0 (1, 1 failed)"]
 
 
+def test_a_filter_chooses_among_the_runs_that_did_not_finish_too(write, report):
+    """By their configs, where there is no result yet; one without a config may be any."""
+    for recipe in ("step", "ste"):
+        write(recipe, "2:4", 0, 0.98)
+        write(recipe, "2:4", 1, status="failed")
+        killed = write(recipe, "2:4", 2, 0.9)
+        result = killed / "result.json"
+        (killed / "config.yaml").write_text(json.dumps(json.loads(result.read_text())["config"]))
+        result.unlink()
+    text = report("--filter", "recipe=ste").text
+    assert "Runs: 1 finished, 1 failed, 1 killed." in text
+    assert "Not finished: 2" in text
+    assert "/step/" not in text
+    (killed / "config.yaml").write_text("seed: 2")
+    assert "1 finished, 1 failed, 1 killed." in report("--filter", "recipe=ste").text
+    assert "Runs: 2 finished, 2 failed, 2 killed." in report().text
+
+
 def test_runs_settings_and_environments(write, report):
     folders = []
     for seed in (0, 1):
