@@ -169,6 +169,7 @@ def lines(comparison: Comparison) -> Lines:
         return _of_rows(comparison.overall, tables[0].row_keys)
     table_keys = (*tables[0].row_keys, *tables[0].column_keys)
     groups = [key for key in GROUPS if key not in table_keys]
+    compared = any(table.baseline for table in tables)  # an experiment's may be in some alone
     figures, cells = dict[str, Any](), []
     for table in tables:
         group = [table.shared[key] for key in groups]
@@ -176,15 +177,15 @@ def lines(comparison: Comparison) -> Lines:
             for labels, column in table.columns_of(row):
                 if (row, column) not in table.cells:
                     continue
-                figures = _of_cell(table, row, column)
+                figures = _of_cell(table, row, column, compared)
                 metric = table.metric_of(row, column)
                 cells.append([*group, *row, *labels, metric, *figures.values()])
     return [[*groups, *table_keys, "metric", *figures], *cells]
 
 
-def _of_cell(table: Table, row: Key, column: Key) -> dict[str, Any]:
+def _of_cell(table: Table, row: Key, column: Key, compared: bool) -> dict[str, Any]:
     cell = table.cells[row, column]
-    gap = _of_gap(table.differences.get((row, column))) if table.baseline else {}
+    gap = _of_gap(table.differences.get((row, column))) if compared else {}
     return {
         "mean": cell.mean,
         "sd": cell.sd,

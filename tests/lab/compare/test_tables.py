@@ -22,7 +22,8 @@ from verbs import verb
 
 from nmrun.errors import ConfigError
 from nmrun.lab.compare import tables
-from nmrun.lab.compare.comparison import Query, compare, divide
+from nmrun.lab.compare.comparison import Comparison, Query, compare, divide
+from nmrun.lab.compare.differences import against
 from nmrun.lab.compare.runs import collect, read_runs, to_csv
 from nmrun.lab.compare.tables import build
 from nmrun.lab.config import composition
@@ -505,6 +506,19 @@ def test_csv_is_long_and_exact(write, table, tmp_path):
     assert (same["seeds"], same["values"]) == ([0, 1, 2], [0.97, 0.98, 0.99])
     mlp = by_cell["mlp", "ste", "2:4"]
     assert [mlp[key] for key in ("mean", "sd", "n", "best")] == ["0.25", "", "1", "0"]
+
+
+@pytest.mark.parametrize("style", ["csv", "json"])
+def test_lines_of_tables_of_which_one_alone_has_the_baseline(style, write, tmp_path):
+    for seed in range(3):
+        write("dense", "dense", seed, 0.95 + seed / 100)
+        for name in ("digits", "other"):
+            write("ste", "2:4", seed, 0.9, dataset__name=name)
+    one, other = compare(read_runs([str(tmp_path / "outputs")]), Query()).tables
+    text = render(Comparison([against(one, "dense"), other]), style)
+    lines = json.loads(text) if style == "json" else [*csv.DictReader(text.splitlines())]
+    differences = [line["difference"] or None for line in lines if line["recipe"] == "ste"]
+    assert [value and float(value) for value in differences] == [pytest.approx(-0.06), None]
 
 
 def test_the_best_recipe_is_bold_wherever_recipes_stand(write, table):
