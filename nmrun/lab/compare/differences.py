@@ -65,7 +65,8 @@ def pairs(table: Table, baseline: str) -> tuple[list[Key], dict[Place, Key]]:
         like = every if exact else [other for other in every if not _unlike(table, row, other)]
         if not like or row in every or (like[0], column) not in table.cells:
             continue
-        if not any(key.partition(".")[0] == "dataset" for key in _unlike(table, row, like[0])):
+        unlike = {key.partition(".")[0] for key in _unlike(table, row, like[0])}
+        if not unlike & {"dataset", "metric"}:
             rivals[row, column] = like[0]
     return every, rivals
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pages import markdown_lines
 from recomputed import Gaps, judged
 from runs import result_of, rewrite
 from scipy import stats
@@ -345,6 +346,17 @@ def test_a_row_is_compared_within_its_data_set_alone(write, table):
     out = table(*rows)[1].split("Difference", 1)[1]
     lines = [line for line in out.splitlines() if line.startswith("| ste")]
     assert [("p" in line, "24" in line) for line in lines] == [(False, False), (True, True)]
+
+
+def test_a_row_is_compared_within_its_metric_alone(write, table):
+    for seed in range(3):
+        write("dense", "dense", seed, 0.9 + seed / 100, loss=0.3)
+        write("ste", "2:4", seed, 0.8 + seed / 100, loss=0.4)
+    rows = ("--rows", "recipe,metric", "--metric", "test/accuracy,test/loss")
+    out = table(*rows, "--baseline", "dense test/accuracy")[1].split("Difference", 1)[1]
+    shown = {tuple(line[:2]): line[2] for line in markdown_lines(out)[1:]}
+    assert shown.pop(("ste", "test/accuracy")).startswith(f"{M}10.0")
+    assert shown == {("dense", "test/loss"): "-", ("ste", "test/loss"): "-"}
 
 
 def test_how_many_epochs_the_best_is_of(write, table):
