@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import html
 import io
+import math
 import re
 import textwrap
 from collections import Counter
@@ -42,7 +43,10 @@ NARROW = 4.6  # inches; a legend beside takes too much of less
 LOWEST = 2.1  # inches; of a panel with its labels
 AXES = 1.7  # inches at least between the axes, whatever title, legend and labels take
 INCHES = number(1, 40)  # that a picture may be wide
-LIMITS = Check("LOW,HIGH, such as 90,100", lambda ends: len(ends) == 2 and ends[0] < ends[1])
+LIMITS = Check(
+    "LOW,HIGH, such as 90,100",
+    lambda ends: len(ends) == 2 and -math.inf < ends[0] < ends[1] < math.inf,
+)
 LETTERS, LINE = 14, 0.16  # letters on an inch, and inches of a line, in the style's fonts
 
 

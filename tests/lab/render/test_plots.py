@@ -231,6 +231,7 @@ def test_a_picture_for_a_paper(write, tmp_path):
     [
         (("--ylim", "9,a"), "--ylim: invalid limits value: '9,a'"),
         (("--ylim", "9,3"), "ylim=(9.0,3.0): it takes LOW,HIGH"),
+        (("--ylim", "0,inf"), "ylim=(0.0,inf): it takes LOW,HIGH"),
         (("--width", "0.1"), "width=0.1: it takes a number at least 1 and at most 40"),
         (("--x", "recipe"), "'step', 'epoch', 'seconds'"),
         (("--cols", "recipe.decy"), "recipe.decy: no such key in these runs"),
