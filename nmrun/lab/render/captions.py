@@ -167,11 +167,13 @@ def over_all_cells(comparison: Comparison) -> list[str]:
     metrics = ", ".join(dict.fromkeys(table.metric for table in tables))
     number = len(comparison.data_sets)
     by = "by data set" if number > 1 else "over all cells together"
+    parts = [part for each in rows for part in each.parts.values()]
+    gaps = [part.gap for part in parts]
+    shown = ", with 95 % intervals" if any(gap.low is not None for gap in gaps) else ""
     first = (
         f"Difference to {', '.join(whom)} in {metrics} {by} (positive is better), "
-        "in standard deviations of a run over its seeds, with 95 % intervals (number of cells)"
+        f"in standard deviations of a run over its seeds{shown} (number of cells)"
     )
-    gaps = [part.gap for each in rows for part in each.parts.values()]
     notes = _tested({"": gaps}) if any(gap.p is not None for gap in gaps) else []
     if number == 2:
         notes.append("no test over all cells")
@@ -179,6 +181,9 @@ def over_all_cells(comparison: Comparison) -> list[str]:
         notes.append("no test over all cells: the last column leaves out the data set in brackets")
     if any(gap.n < FEWEST for gap in gaps):
         notes.append("no test for fewer than three seeds of a data set")
+    # a difference between runs that are all equal has no test either
+    if any(p.gap.n >= FEWEST and p.gap.p is None and any(p.means) for p in parts):
+        notes.append("no test where the two compared rows, or one more of two seeds, give the unit")
     of_data_sets = by_data_set(tables, cautions) + by_data_set(tables, _tuned)
     return [first, *("; ".join(line) for line in (notes, of_data_sets) if line)]
 

@@ -344,6 +344,21 @@ def test_the_caption_says_what_differs(write, table):
     assert "no test for fewer than three seeds of a data set" in out
 
 
+def test_the_caption_says_why_two_rows_have_no_test(write, table):
+    for seed in range(3):
+        write("sr_ste", "2:4", seed, 0.9 + seed / 100)
+        write("ste", "2:4", seed, 0.85 + seed / 50)
+    asked = ("--baseline", "sr_ste", "--overall")
+    _, out, _ = table(*asked)
+    assert "give the unit" in out
+    assert "interval" not in out
+    for seed in range(3):
+        write("asp", "2:4", seed, 0.8 + seed / 50)
+    _, out, _ = table(*asked)
+    assert "give the unit" not in out
+    assert "with 95 % intervals" in out
+
+
 def test_the_caption_says_which_data_sets_were_tuned():
     ste = words().runs["recipe"] == "ste"
     searched = {"tuned.trials": "6", "tuned.over": "optimizer.lr log 1e-4..1e-2", "tuned.by": "lr"}
