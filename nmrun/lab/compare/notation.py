@@ -17,10 +17,11 @@ from nmrun.recipes import RECIPES
 MINUS = "\N{MINUS SIGN}"
 NEGLIGIBLE = 1e-6  # a spread that is a smaller share of the value is rounding
 THOUSANDS = " kMGTPEZY"  # of FLOPs
+TIMES = ("seconds", "training_seconds")  # metrics
 # of metrics that are compared only if asked for; a task says it of its own metric
 LOWER_IS_BETTER = {
     *("loss", "perplexity", "bits_per_token", "bits_per_character", "bits_per_byte"),
-    *("seconds", "training_seconds"),
+    *TIMES,
 }
 # the labels of a row or of a column, one for each config key that it stands for
 Key = tuple[str, ...]
@@ -79,6 +80,7 @@ METRICS = {
     "flops/training_hardware": "FLOPs of training on 2:4 tensor cores",
     "sparsity/flip_rate": "flip rate",
     "seconds": "time",
+    "training_seconds": "time of training",
 }
 
 
@@ -94,7 +96,7 @@ def unit(metric: str, difference: bool = False) -> str:
     """The unit of ``printed``: ``%``, ``percentage points``, ``s``, ``FLOPs``, or nothing."""
     if "accuracy" in metric:
         return "percentage points" if difference else "%"
-    return "s" if metric == "seconds" else "FLOPs" if metric.startswith("flops/") else ""
+    return "s" if metric in TIMES else "FLOPs" if metric.startswith("flops/") else ""
 
 
 def labelled(metric: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 
 from nmrun.errors import ConfigError, RunError, neutral, refused, tell
-from nmrun.lab.compare.notation import label
+from nmrun.lab.compare.notation import TIMES, label
 from nmrun.lab.config import sources
 from nmrun.lab.config.identity import GROUPS, OF_COMMAND
 from nmrun.lab.keys import options
@@ -140,7 +140,7 @@ def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
         "id": result["id"],
         "folder": str(folder),
         "seconds": result.get("seconds"),
-        "training_seconds": result.get("training_seconds"),
+        "training_seconds": result.get("training_seconds", math.nan),
         "precision": environment.get("precision", math.nan),  # which trainer.precision=auto was
         "commit": environment.get("commit"),
         "metric": result.get("metric"),
@@ -209,7 +209,7 @@ def _run(line: dict[str, str]) -> dict[str, Any]:
     if run["sparsity"] != "dense":
         run["sparsity"] = str(Pattern.parse(str(run["sparsity"])))  # a spreadsheet writes 02:04
     for name, value in run.items():
-        is_number = "/" in name or name in ("seed", "seconds")
+        is_number = "/" in name or name in ("seed", *TIMES)
         if is_number and value is not None and type(value) not in (int, float):
             raise ConfigError(f"{name}={value} is no number")
     seed, direction = run["seed"], run.get("higher_is_better")
@@ -247,7 +247,7 @@ def _text(value: Any) -> str:
 
 def metrics_and_keys(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
     """The metrics of runs, and the keys of their settings and of all other columns."""
-    metrics = [column for column in runs.columns if "/" in column] + ["seconds"]
+    metrics = [c for c in runs.columns if "/" in c or c == "training_seconds"] + ["seconds"]
     return metrics, [column for column in runs.columns if column not in metrics]
 
 

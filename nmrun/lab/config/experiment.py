@@ -138,6 +138,10 @@ def _read(word: str, content: Any) -> Experiment:
     by_scale: dict[str, Any] = sweep if isinstance(sweep, dict) else dict.fromkeys(scales, sweep)
     if by_scale.keys() != scales.keys():
         raise ValueError(f"sweep: one for each of {', '.join(scales)}, or one for all")
+    rows = report.get("rows", Experiment.rows)
+    for row in paper["values"]:
+        if len(row.split()) != len({*rows.split(",")}):
+            raise ValueError(f"paper.values.{row}: it takes a label for each of {rows}")
     printed = paper["values"].items()
     return Experiment(
         word=word,

@@ -80,13 +80,14 @@ def _section(
     def there(name: str) -> tuple[str, ...]:  # of its own keys those that no run has are left out
         return tuple(k for k in getattr(query, name) if name in given or k in collected)
 
-    query = replace(query, rows=there("rows"), cols=there("cols"))
+    asked_for, query = query, replace(query, rows=there("rows"), cols=there("cols"))
     tables = compare(collected, query, intact).tables
     if experiment.baseline and not query.baseline:
         for i, table in enumerate(tables):
             with contextlib.suppress(ConfigError):  # too few runs have finished
                 tables[i] = against(table, experiment.baseline)
-    if not {"rows", "cols"} & given.keys():  # published figures are by the experiment's own
+    # published figures are by the experiment's own
+    if query == asked_for and not {"rows", "cols"} & given.keys():
         published, source = experiment.paper, experiment.paper_source
         tables = [replace(table, paper=published, paper_source=source) for table in tables]
     of_pictures = replace(query, baseline="")

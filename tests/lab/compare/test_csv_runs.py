@@ -126,6 +126,10 @@ def test_what_python_alone_takes_for_a_number_is_a_text(file, text):
         (HEAD + GOOD.replace(b"0.5", b"true"), "line 2: test/accuracy=True is no number"),
         (HEAD + GOOD.replace(b",0,", b",x,"), "line 2: seed=x is no number"),
         (HEAD + GOOD.replace(b",0,", b",,"), "line 2: seed has no value"),
+        (
+            b"training_seconds," + HEAD + b"long," + GOOD,
+            "line 2: training_seconds=long is no number",
+        ),
         (HEAD + GOOD.replace(b",0,", b",1.5,"), "line 2: seed=1.5 is no whole number"),
         (HEAD + GOOD.replace(b"mlp,x,ste", b"mlp,,"), "line 2: dataset, recipe has no value"),
         (HEAD + b",,,,,,,0.5\n", "line 2: dataset, metric, recipe, seed, sparsity, status has"),

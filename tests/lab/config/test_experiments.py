@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 from errors import one_line
-from runs import result_of
+from pages import markdown_lines
+from runs import result_of, write_result
 from torch import nn
 from verbs import verb
 
@@ -417,6 +418,8 @@ def test_small_is_the_default_and_several_run_one_after_the_other():
         ("[curves eval/accuracy]", "null", "report.figures"),
         (OWN, OWN.replace("paper: {source:", "paper: {sorce:"), "paper.source"),
         ("{ste: {", "{sr_ste: 77.1, ste: {", "paper.values.sr_ste"),
+        ("{ste: {", "{sr_ste 2: {}, ste: {", "paper.values.sr_ste 2: it takes a label"),
+        ("report: {", "report: {rows: 'recipe,model', ", "paper.values.ste: it takes a label"),
     ],
 )
 def test_a_file_that_is_no_experiment(old, new, says, tmp_path):
@@ -553,6 +556,16 @@ def test_published_figures_are_of_the_experiments_own_rows(swept, monkeypatch, c
     assert "page 3 of a book" not in out
 
 
+def test_published_figures_are_of_rows_that_the_runs_have(swept, monkeypatch, capsys):
+    text = OWN.replace("report: {", "report: {rows: 'recipe,recipe.switch', ")
+    text = re.sub(r"values: .*", 'values: {"step auto": {"2:4": 77.10}}}', text)
+    (swept / "switch.yaml").write_text(text)
+    monkeypatch.chdir(swept)
+    words = "--experiment switch.yaml --scale smoke track=local trainer.threads=1"
+    assert report.table(words.split()) == 0
+    assert "77.1" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("option", "key"), [("--rows", "recpie"), ("--cols", "sparsityy")])
 def test_a_mistyped_key_of_a_user_is_one_line(swept, monkeypatch, capsys, option, key):
     monkeypatch.chdir(swept)
@@ -561,6 +574,26 @@ def test_a_mistyped_key_of_a_user_is_one_line(swept, monkeypatch, capsys, option
     assert capsys.readouterr().err.startswith(
         f"nmrun: {key}: no such key in these runs; did you mean"
     )
+
+
+def test_recipes_for_the_same_seconds_have_their_table(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for config in configs_of("equal_time", "smoke"):
+        folder = identity.run_folder(config)
+        folder.mkdir(parents=True)
+        result = {
+            "status": "finished", "id": identity.identity(config), "config": config.plain, "metric": "accuracy",
+            "metrics": {"final": {"test/accuracy": 0.9}, "best": {}}, "flops": {"training_arithmetic": 2e9},
+            "seconds": 7.0, "training_seconds": 4.0 + config.seed / 5,
+        }  # fmt: skip
+        write_result(folder, result)
+    sections = experiments.sections([experiment.load("equal_time")], "smoke", [], {})
+    head, *rows = markdown_lines(experiments.render(sections, "markdown").split("Difference")[0])
+    assert head[1:] == ["test/accuracy in %", "training_seconds", "flops/training_arithmetic"]
+    assert [row[0] for row in rows] == ["dense", "asp", "ste", "sr_ste", "step", "s_ste"]
+    assert {tuple(cell.strip("*") for cell in row[1:]) for row in rows} == {
+        ("90.0 +- 0.0", "4.10 +- 0.14", "2G")
+    }
 
 
 def test_a_run_that_is_not_there_is_seen(swept, monkeypatch, capsys):
