@@ -411,7 +411,7 @@ def _contrast(files: str) -> list[str]:
                 some[some.recipe == recipe].groupby("seed")[metric].mean()
                 for recipe in ("dense", "sr_ste")
             )
-            lost[at] = summarise((dense - sparse).to_dict(), [])
+            lost[at] = summarise((dense - sparse).to_dict())
         (sgd,) = (lost.pop(at) for at in [*lost] if at[0] == "sgd")
         for at, cell in lost.items():
             gap = paired(cell, sgd, 0.0)

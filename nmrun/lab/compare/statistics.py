@@ -19,7 +19,7 @@ LEVEL = 0.95
 POWER = 0.8
 FEWEST = 3  # pairs, for a test
 BISECTIONS = 50  # of the interval in which a difference is searched for
-HEAVIEST = 4  # times the degrees of freedom of a sample: the prior's at most
+HEAVIEST = 4  # times the mean degrees of freedom of the samples: the prior's at most
 NEWTON = 50  # steps at most; it takes five or six
 DIGITS = 12  # beyond these, values differ by rounding
 
@@ -84,7 +84,7 @@ class Difference:
     the metric's grain; None where nothing is known of it. :func:`moderated` shrinks it, and adds
     its degrees of ``freedom``, the 95 % interval from ``low`` to ``high``, and ``p``, which is None
     for fewer than three such seeds. ``least`` is the smallest true difference that the test would
-    have found with a probability of 0.8 (infinite: none); :func:`holm` computes it.
+    have found with a probability of 0.8; :func:`holm` computes it.
     """
 
     mean: float
