@@ -90,9 +90,8 @@ def main(argv: Sequence[str]) -> int:
     except (KeyboardInterrupt, SystemExit):  # after a signal, once the run's checkpoint is saved
         print("interrupted; the same command goes on", flush=True)
         raise
-    found = comparison.outcome_of(every, options.trials)
     with files_of_the_command():
-        comparison.write_outcome(folder, found)
+        found = comparison.record_outcome(folder, every, options.trials)
     if elsewhere:
         names = ", ".join(cell.name for cell in elsewhere)
         print(f"at work in other processes: {names}; the same command goes on")

@@ -121,8 +121,8 @@ def _say(cell: TuningCell, what: str, trial: Trial, beside: str = "") -> None:
 
 
 def reported(cell: TuningCell, trials: int) -> list[tuple[list[str], Config]]:
-    """The runs of a cell's seeds, with the best settings of its first ``trials`` trials; none where
-    all of these failed."""
+    """The runs of a cell's seeds, with the best settings of its first ``trials`` trials; none before
+    these are known, and where all failed."""
     best = study_of(cell).best(trials)
     return [_run_of(cell, best.params, seed) for seed in cell.seeds] if best else []
 
@@ -199,7 +199,8 @@ class Outcome:
         runs: a row for each finished run of a seed, as of :func:`nmrun.lab.compare.runs.collect`,
             with ``tuned.*``: the cell, how it was tuned, and the seconds of that.
         trials: a row for each run of the tuning.
-        tuning: for each cell its name, the number of trials, the winner's mean and settings, seconds.
+        tuning: for each cell its name, the number of trials, the winner's mean and settings once there
+            is one, seconds.
         notes: a line for each best setting at an end of its range, and for each cell whose best
             settings fail, or nearly, with a seed.
         failed: the names of cells whose trials all failed, and the folders of failed runs.
@@ -220,18 +221,30 @@ def outcome_of(cells: Sequence[TuningCell], trials: int) -> Outcome:
     return found
 
 
+def record_outcome(folder: Path, cells: Sequence[TuningCell], trials: int) -> Outcome:
+    """Write the outcome so far. One process at a time: what it finds would drop the lines of a cell
+    that another finished before it writes."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locks.hold(folder) as ours:
+            if ours:
+                found = outcome_of(cells, trials)
+                write_outcome(folder, found)
+                return found
+
+
 def _add(found: Outcome, cell: TuningCell, trials: int) -> None:
     study = study_of(cell)
     tried, best, seconds = study.trials()[:trials], study.best(trials), study.seconds(trials)
     for run in [*tried, *study.repeats()]:
         values = {"seed": run.seed, "value": run.value, "seconds": run.seconds}
         found.trials.append({"cell": cell.name, **values, **run.params})
-    settings = params_text(best.params) if best else ""
+    settings, has_ended = params_text(best.params) if best else "", study.has_ended(trials)
     if tried:
-        count = str(len(tried))
-        found.tuning.append([cell.name, count, score_text(best), settings, span(seconds)])
+        count, score = str(len(tried)), score_text(best) if has_ended else "-"
+        found.tuning.append([cell.name, count, score, settings, span(seconds)])
     if best is None:
-        found.failed += [cell.name] if len(tried) == trials else []
+        found.failed += [cell.name] if has_ended else []
         return
     tuned = {
         CELL: cell.name,

@@ -132,14 +132,18 @@ class Study:
         repeats = [(trial.params, seed) for trial in finalists for seed in AGAIN]
         return [(params, seed) for params, seed in repeats if self.run(params, seed) is None]
 
+    def has_ended(self, count: int) -> bool:
+        """Whether ``count`` trials and the repeats of the finalists have ended."""
+        return len(self.trials()) >= count and not self.to_repeat(count)
+
     def best(self, count: int) -> Trial | None:
-        """The trial whose mean over the tuning seeds is best, with that mean; None where every
-        finalist failed with some seed.
+        """The trial whose mean over the tuning seeds is best, with that mean; None before the end, and
+        where every finalist failed with some seed.
 
         One lucky seed must not win: near the largest learning rate that works at all, the seed
         decides whether a run succeeds."""
         means = []
-        for trial in self.ranked(count)[:FINALISTS]:
+        for trial in self.ranked(count)[:FINALISTS] if self.has_ended(count) else ():
             every = self.values(trial.params)
             values = [value for value in every if value is not None]
             if len(values) == len(every):

@@ -11,7 +11,9 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -368,6 +370,41 @@ def test_a_process_that_finds_every_cell_taken_writes_no_runs(capsys):
         assert tune() == 0
     assert "at work in other processes: dense, sr_ste 1:4, sr_ste 1:8;" in capsys.readouterr().out
     assert not [*PLACE.glob("*.csv")]
+
+
+def test_while_a_repeat_is_not_done_nobody_has_won(dense):
+    runs = (PLACE / "runs.csv").read_bytes()
+    next(PLACE.glob("dense/runs/**/s1001-*/result.json")).unlink()
+    with locks.hold(PLACE / "dense"):
+        assert tune("recipe=dense") == 0
+    text = (PLACE / "table.md").read_text()
+    assert re.search(r"^\| dense +\| 3 +\| - +\| +\|", text, re.M)
+    assert "failed" not in text
+    assert not (PLACE / "runs.csv").exists()
+    assert tune("recipe=dense") == 0
+    assert len((PLACE / "runs.csv").read_bytes().splitlines()) == len(runs.splitlines())
+
+
+def test_an_outcome_is_written_before_another_process_looks(dense, monkeypatch):
+    """Or it would be written over one that is newer."""
+    done, cells = list[str](), [cell for cell in cells_here() if cell.name == "dense"]
+
+    def told(name: str) -> None:
+        of = getattr(comparison, name)
+
+        def call(*arguments: Any) -> Any:
+            done.append(name)
+            time.sleep(0.2)
+            return of(*arguments)
+
+        monkeypatch.setattr(comparison, name, call)
+
+    told("outcome_of")
+    told("write_outcome")
+    with ThreadPoolExecutor(2) as pool:  # the lock is of open files, so of threads too
+        found = pool.map(lambda _: comparison.record_outcome(PLACE, cells, 3), range(2))
+    assert [len(each.runs) for each in found] == [2, 2]
+    assert done == ["outcome_of", "write_outcome"] * 2
 
 
 def test_a_file_without_runs_is_no_damage(dense):
