@@ -405,7 +405,7 @@ def test_weights_of_one_s_own(form, tmp_path):
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
-        (b"", "cannot be read"),
+        *((data, "cannot be read") for data in (b"", b".", b"G", b"U\xd1j\xe0\xcf\x87")),
         ([1, 2], "has no state dict"),
         ({"stem.weight": torch.zeros(3)}, r"another network than this run's"),
     ],
