@@ -19,6 +19,7 @@ from runs import (
     after_step,
     at_work,
     config,
+    cut_off,
     evaluations,
     handled,
     kill,
@@ -26,6 +27,7 @@ from runs import (
     result_of,
     rows,
     signal_after,
+    stopped,
 )
 from safetensors.torch import load_file, save_file
 from sklearn import datasets
@@ -509,7 +511,7 @@ def test_the_plan_is_on_the_screen_before_products_are_timed(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_training_begins(number, tmp_path, monkeypatch):
+def test_a_signal_before_training_begins(number, tmp_path, monkeypatch, capsys):
     def signalled(*_):
         os.kill(os.getpid(), number)
         pytest.fail("went on")
@@ -517,6 +519,20 @@ def test_a_signal_before_training_begins(number, tmp_path, monkeypatch):
     monkeypatch.setattr(console, "plan_lines", signalled)
     result = run(config(tmp_path))
     assert (result["status"], result["signal"]) == ("interrupted", number)
+    assert "the same command begins it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "end", "step", "said"),
+    [
+        ((), stopped, 5, "the same command goes on"),
+        (("resume=false",), stopped, 5, "with resume=true goes on"),
+        ((), cut_off, 1, "the same command starts over"),
+    ],
+)
+def test_it_is_said_what_the_same_command_does(words, end, step, said, tmp_path, capsys):
+    end(config(tmp_path, "recipe=ste", *words), step)
+    assert said in capsys.readouterr().out
 
 
 def test_a_second_signal_acts_at_once(tmp_path, monkeypatch):
