@@ -208,6 +208,26 @@ def test_a_failure_is_told_in_a_line_and_kept_in_full(tmp_path, monkeypatch, cap
     assert run(cfg)["status"] == "finished"
 
 
+def test_a_mistake_that_shows_in_training_fails_the_run(tmp_path, monkeypatch):
+    closed = list[Classification]()
+    monkeypatch.setattr(Classification, "close", lambda task: closed.append(task))
+    target = "schedule.target=torch.optim.lr_scheduler.OneCycleLR"
+    words = ("schedule=custom", target, "schedule.options={total_steps: 2, max_lr: 0.01}")
+    cfg = config(tmp_path, "recipe=ste", *words)
+    result = run(cfg)
+    assert (result["status"], len(closed)) == ("failed", 1)
+    assert result["error"].startswith(f"{target}: Tried to step 3 times")
+    assert result_of(run_folder(cfg))["error"] == result["error"]
+
+
+@pytest.mark.parametrize("words", [(), ("dry=true",)])
+def test_threads_are_of_one_run_alone(words, tmp_path):
+    threads = torch.get_num_threads()
+    result = run(config(tmp_path, "recipe=ste", f"trainer.threads={threads + 1}", *words))
+    assert result.get("environment", {"threads": threads + 1})["threads"] == threads + 1
+    assert torch.get_num_threads() == threads
+
+
 def test_a_run_whose_last_step_diverges_fails(tmp_path):
     cfg = config(tmp_path, "recipe=dense", "optimizer.lr=1e30", "trainer.limit_batches=1",
                   "trainer.epochs=1")  # fmt: skip
