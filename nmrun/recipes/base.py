@@ -46,7 +46,8 @@ class Event:
     @property
     def record(self) -> dict[str, Any]:
         """As plain data, which has the sentence too."""
-        return {"kind": self.kind, "step": self.step, **self.facts, "sentence": str(self)}
+        facts = {name: plain(value) for name, value in self.facts.items()}
+        return {"kind": self.kind, "step": self.step, **facts, "sentence": str(self)}
 
 
 @dataclass

@@ -166,9 +166,9 @@ class Record:
 
     @property
     def queued(self) -> dict[int, dict[str, Any]]:
-        """Those of the submitted that are still in the queue, where they wait or run."""
-        there = (queue_ids() if self.submitted else None) or ()
-        return {job: line for job, line in self.submitted.items() if line["queue"] in there}
+        """Those of the submitted that are still in the queue, where they wait or run; all of them
+        where Slurm does not answer."""
+        return {job: line for job, line in self.submitted.items() if is_queued(line["queue"])}
 
     def counts(self) -> dict[str, int]:
         """Ended jobs by status, in the order of ``STATUSES``."""
@@ -182,10 +182,10 @@ class Record:
         return ", ".join(f"{span(s)}{what}" for what, s in spans.items() if s is not None)
 
     def elapsed(self, running: bool) -> float | None:
-        """Seconds from the beginning to now, or to the last job's end once the sweep has ended."""
-        ended = max((line.get("ended") or 0.0 for line in self.ends), default=0.0)
-        end = time.time() if running else ended
-        return None if self.begun is None else max(end - self.begun, 0.0)
+        """Seconds from the beginning to now, or to the last job's end once the sweep has ended;
+        None where that is not known."""
+        ends = [time.time()] if running else [e["ended"] for e in self.ends if "ended" in e]
+        return None if self.begun is None or not ends else max(max(ends) - self.begun, 0.0)
 
     def seconds_left(self) -> float | None:
         """Seconds to the end, estimated from the jobs that trained; None before the first of them
@@ -327,7 +327,7 @@ def _since(line: dict[str, Any]) -> dict[str, Any]:
     result = RunFolder(run)
     if result.finished() is not None:
         return {**line, "status": "skipped"}
-    if line.get("queue") in (queue_ids() or ()):
+    if "queue" in line and is_queued(line["queue"]):
         return {**line, "status": "queued"}
     status = "killed" if result.is_finished else result.result.get("status", "killed")
     return {**line, "status": status, "error": result.result.get("error")}
@@ -347,6 +347,12 @@ def queue_ids(anew: bool = False) -> frozenset[str] | None:
         text = _answer("squeue", "--me", "--array", "--noheader", "--format=%i")
         _asked = time.monotonic(), None if text is None else frozenset(text.split())
     return _asked[1]
+
+
+def is_queued(job: str) -> bool:
+    """Whether a job waits or runs; where Slurm is on this machine and does not answer, it may."""
+    there = queue_ids()
+    return job in there if there is not None else shutil.which("squeue") is not None
 
 
 def queue_state(job: str) -> str:

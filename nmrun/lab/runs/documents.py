@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from io import BufferedReader
@@ -24,7 +25,9 @@ from nmrun.ranges import Check
 # A result of nmrun has some thousand values in six levels. YAML's aliases make more of a few lines
 # than any memory holds.
 MOST_VALUES, MOST_LEVELS = 1_000_000, 60
+MOST_DIGITS = 300  # of a whole number: a float holds it, and Python writes it
 MOST_BYTES = 64 * 2**20  # of a document, and of a line: a file of holes has any size
+LONG = re.compile(rb"\d{%d}" % MOST_DIGITS)
 TAIL = 16 * 2**20  # bytes at the end of a file in which last rows are looked for
 
 
@@ -54,8 +57,8 @@ def _too_large(path: Path) -> OSError:
 def parsed(text: bytes) -> Any:
     """The value of a JSON text, with neutral texts. ValueError where no program of ours
     wrote it."""
-    # a row of metrics, of which there are many: nothing in it can be a control code, or deep
-    simple = text.isascii() and b"\\" not in text and b"\x7f" not in text
+    # a row of metrics, of which there are many: nothing in it can be a control code, large or deep
+    simple = text.isascii() and b"\\" not in text and b"\x7f" not in text and not LONG.search(text)
     simple = simple and text.count(b"{") + text.count(b"[") < MOST_LEVELS
     try:
         value = json.loads(text.decode())
@@ -113,7 +116,7 @@ def strict(value: Any) -> Any:
 
 def plain(value: Any) -> Any:
     """A copy with neutral texts, in which nothing stands twice. ValueError for what is
-    nested too deeply, or too large."""
+    nested too deeply, or too large, and for a key or a number that no program of ours writes."""
     left = MOST_VALUES
 
     def copied(value: Any, level: int) -> Any:
@@ -123,7 +126,11 @@ def plain(value: Any) -> Any:
             raise ValueError("nested too deeply, or too large")
         if isinstance(value, str):
             return neutral(value)
+        if isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
+            raise ValueError("a whole number is too large")
         if isinstance(value, dict):
+            if wrong := [key for key in value if not isinstance(key, str | int | float | None)]:
+                raise ValueError(f"a key is a {type(wrong[0]).__name__}")
             return {copied(key, level + 1): copied(item, level + 1) for key, item in value.items()}
         if isinstance(value, list):
             return [copied(item, level + 1) for item in value]

@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from nmrun.lab.runs import documents
+
 NAME, PARTIAL = ".lock", ".partial-"
 # seconds between tries, since is_locked() holds a lock for a moment, and a folder may be being
 # deleted
@@ -89,7 +91,7 @@ def is_locked(folder: Path) -> bool:
     to."""
     for path in _places(folder):
         try:
-            handle = os.open(path, os.O_RDONLY)
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
         except OSError:
             return False
         try:
@@ -104,7 +106,7 @@ def is_locked(folder: Path) -> bool:
 def holder(folder: Path) -> str:
     """The process that holds the folder, if known: ``process 12 on node7``."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        if text := (folder / NAME).read_text().strip():
+        if text := documents.read(folder / NAME).decode().strip():
             return text
     return "another process"
 

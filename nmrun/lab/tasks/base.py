@@ -4,6 +4,7 @@ training."""
 from __future__ import annotations
 
 import functools
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, refused
 from nmrun.lab import ranks
 
 if TYPE_CHECKING:
@@ -190,7 +191,8 @@ class InMemory(ItemBatches):
 
 def own_task(task: Any) -> Task:
     """Check what a builder of the user's own has returned. ConfigError where it is no task, or lacks
-    what has no default, or its batches are no tuples of tensors."""
+    what has no default, or its batches are no tuples of tensors, or what ``result.json`` has of it
+    is no plain data."""
     needed = ("batches_per_epoch", "higher_is_better", "inputs", "metric")
     if not isinstance(task, Task) or not all(hasattr(task, name) for name in needed):
         raise ConfigError(
@@ -202,6 +204,8 @@ def own_task(task: Any) -> Task:
         raise ConfigError(
             f"example of the task gave a {type(batch).__name__}: a batch is a tuple of tensors"
         )
+    with refused("signature and notes of the task are plain data: ", TypeError, ValueError):
+        json.dumps([dict(task.signature), dict(task.notes)])
     return task
 
 

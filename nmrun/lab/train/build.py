@@ -107,14 +107,9 @@ def precision_of(name: str, device: torch.device, parameters: Iterable[nn.Parame
     return "bf16" if faster else "fp32"
 
 
-def build(
-    config: Config,
-    total_steps: int | None = None,
-    times: Mapping[str, Any] | None = None,
-    precision: str | None = None,
-) -> Parts:
+def build(config: Config, total_steps: int | None = None) -> Parts:
     """Build as :func:`assembled`, with faster products as of :func:`accelerated`."""
-    return accelerated(config, assembled(config, total_steps, precision), times)
+    return accelerated(config, assembled(config, total_steps), None)
 
 
 def assembled(

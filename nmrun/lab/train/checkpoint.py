@@ -34,6 +34,7 @@ from nmrun.lab.runs.run_folder import CHECKPOINT, PREVIOUS
 WAIT = 100  # times what a checkpoint took, until the next one by time: 1 % of the run at most
 SHARDS = ("checkpoint.shards.0", "checkpoint.shards.1")  # taken in turn
 FOREIGN = "was changed, or is not of nmrun"
+UNREADABLE = f"is whole, but torch {torch.__version__} does not read what is in it"
 # errors of reading something that is no file, or a damaged one, where zipfile seeks before its
 # start
 OF_DAMAGE = (errno.EINVAL, errno.EISDIR, errno.ELOOP)
@@ -124,7 +125,8 @@ def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
     returned is ``checkpoint.pt`` from here on.
 
     All ranks call this, then :func:`complete` with what it returns. In several processes tensors
-    stay on the disk until they are used. RunError for a file that another program wrote."""
+    stay on the disk until they are used. RunError for a file that another program wrote, and for a
+    whole one that torch does not read."""
     several, messages = ranks.world() > 1, list[str]()
     for name in (CHECKPOINT, PREVIOUS):
         state, problem = None, ""
@@ -136,8 +138,8 @@ def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
         usable, problem, record = ranks.from_leader(
             (state is not None, problem, (state or {}).get("shards"))
         )
-        if problem == FOREIGN:
-            raise RunError(f"{name} {FOREIGN}: move it away, or start over with force=true")
+        if problem in (FOREIGN, UNREADABLE):
+            raise RunError(f"{name} {problem}: move it away, or start over with force=true")
         if record:
             from nmrun.lab.train import fsdp
 
@@ -191,8 +193,9 @@ def load(path: Path, mapped: bool = False) -> dict[str, Any] | None:
     on the disk until they are used.
 
     torch writes a checksum of every record and never looks at it again: it is checked here.
-    ValueError where even one bit of the file is damaged. Errors of the machine, such as too little
-    memory, are passed on: the file may be whole."""
+    ValueError where even one bit of the file is damaged, or torch does not read it. Errors of the
+    machine, such as too little memory, are passed on: the file may be whole."""
+    is_whole = False
     try:
         with documents.opened(path) as file, zipfile.ZipFile(file) as records:
             broken = records.testzip()
@@ -202,13 +205,14 @@ def load(path: Path, mapped: bool = False) -> dict[str, Any] | None:
                 raise ValueError(FOREIGN)
             if records.comment != _seal(records):
                 raise ValueError("its hash is another")
+        is_whole = True
         state = _read(path, mapped)
     except FileNotFoundError:
         return None
     except Exception as error:  # damage can raise any exception
         if out_of_memory(error) or (isinstance(error, OSError) and error.errno not in OF_DAMAGE):
             raise
-        raise ValueError(first_line(error)) from error
+        raise ValueError(UNREADABLE if is_whole else first_line(error)) from error
     if not isinstance(state, dict):
         raise ValueError(f"it holds a {type(state).__name__}")
     return state

@@ -136,7 +136,7 @@ class Evaluation:
         if not math.isfinite(metrics.get("loss", 0.0)):
             what = f"{name}/loss is {metrics['loss']}"
             raise RunError(self.steps.not_finite(self.steps.step, what))
-        return {f"{name}/{prefix}{key}": value for key, value in metrics.items()}
+        return {f"{name}/{prefix}{key}": ranges.plain(value) for key, value in metrics.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :data:`EVALUATED`; weights may be whole or this rank's parts."""
@@ -288,7 +288,7 @@ class Loop:
         }
         if self.steps.scaler.is_enabled():
             row["loss_scale"] = self.steps.scaler.get_scale()
-        return row | self.handle.metrics()
+        return row | {name: ranges.plain(value) for name, value in self.handle.metrics().items()}
 
     def _open_window(self) -> None:
         """Speeds count from here on."""

@@ -25,7 +25,15 @@ from nmrun.lab.compare.notation import by_split
 from nmrun.lab.config import sources
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import documents
-from nmrun.lab.runs.run_folder import BEST, DENSE, FINAL, PREVIOUS, RunFolder, metrics_of
+from nmrun.lab.runs.run_folder import (
+    BEST,
+    CHECKPOINT,
+    DENSE,
+    FINAL,
+    PREVIOUS,
+    RunFolder,
+    metrics_of,
+)
 from nmrun.lab.tasks.base import Task
 from nmrun.lab.train import checkpoint
 from nmrun.lab.train.console import Console
@@ -112,8 +120,14 @@ def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | Non
         where = f"{folder} (run.log has the traceback)" if console.has_traceback else folder
         console.say(f"nmrun: failed: {result['error']}\n  {where}", error=True, style="bold red")
     elif result["status"] == "interrupted":
-        progress = f" at step {loop.steps.step} of {loop.parts.total_steps}" if loop else ""
-        message = f"  interrupted{progress}; the same command goes on from the last checkpoint"
+        progress, again = " before training", "begins it"
+        if loop is not None:
+            progress = f" at step {loop.steps.step} of {loop.parts.total_steps}"
+            saved = (folder / CHECKPOINT).exists()
+            again = "goes on from the last checkpoint" if saved else "starts over"
+            if saved and not result["config"]["resume"]:
+                again = "with resume=true goes on from the last checkpoint"
+        message = f"  interrupted{progress}; the same command {again}"
         console.say(f"{message}\n  {folder}", style="yellow")
     else:
         final, best = result["metrics"]["final"], result["metrics"]["best"]

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from nmrun import atomic
@@ -54,11 +55,12 @@ def run(
     run), ``running`` (another process is at work on the same run) or ``skipped`` (one has finished
     it). ConfigError for a mistake that only the built model or the file system shows.
     """
-    if config.dry:
-        return {**_plan(config, sweep), "folder": str(folder)}
-    make_folder(folder, config.output_dir)
     ranks.begin(config.trainer.device)
+    threads = torch.get_num_threads()
     try:
+        if config.dry:
+            return {**_plan(config, sweep), "folder": str(folder)}
+        make_folder(folder, config.output_dir)
         with locks.hold(folder) if ranks.leads() else contextlib.nullcontext(True) as ours:
             outcome = _from_leader(
                 _without_training(config, folder, ours) if ranks.leads() else None
@@ -70,6 +72,9 @@ def run(
     except OSError as error:  # a full disk, on which not even the failure can be written
         outcome = {"status": "failed", "error": f"{folder}: {error.strerror}", "of_machine": True}
         tell([outcome["error"]])
+    finally:
+        if config.trainer.threads is not None:  # they are this run's, and not a sweep's next one's
+            torch.set_num_threads(threads)
     return {**outcome, "folder": str(folder)}
 
 
@@ -126,8 +131,9 @@ def _planned(config: Config, state: dict[str, Any] | None, brief: bool) -> tuple
 
 def _failure(error: Exception | SystemExit, loop: Loop | None = None) -> dict[str, Any]:
     """The outcome of a run that this error ended; where memory runs out, with what to try."""
-    line = first_line(error)
-    message = line if isinstance(error, RunError) else f"{type(error).__name__}: {line}"
+    message = line = first_line(error)
+    if not isinstance(error, RunError | ConfigError):
+        message = f"{type(error).__name__}: {line}"
     of_machine = isinstance(error, (OSError, MemoryError, SafetensorError))
     # before training a MemoryError of Python's comes from the data, and a RunError from the network:
     # not from the batch size
@@ -180,7 +186,8 @@ class _Run:
         self.tracker: Tracker | None = None
 
     def result(self) -> dict[str, Any]:
-        """Train, and write ``result.json`` whatever happens. Only a ConfigError leaves no file."""
+        """Train, and write ``result.json`` whatever happens. Only a ConfigError before training leaves
+        no file."""
         with self.signals:
             ended = self._written(self._outcome())
             if self.loop is not None:
@@ -200,12 +207,12 @@ class _Run:
             outcome = self._session()
             self.signals.then = "wait"
             return outcome
-        except ConfigError:
-            raise
         except KeyboardInterrupt:
             self.signals.then = "wait"
             return self._interrupted(signal.SIGINT)
         except (Exception, SystemExit) as error:
+            if isinstance(error, ConfigError) and self.loop is None:
+                raise
             # a launcher's signal handler may exit the process; the user's code may not
             if isinstance(error, SystemExit) and self.signals.caught is not None:
                 raise

@@ -9,12 +9,11 @@ from pickle import UnpicklingError
 from typing import Any, ClassVar
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nmrun.errors import ConfigError, RunError, refused
+from nmrun.errors import ConfigError, RunError, first_line, refused
 from nmrun.lab import models, ranks
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.run_folder import WEIGHTS, own_weights, weights_in
@@ -91,14 +90,17 @@ def read(path: Path, setting: str) -> dict[str, Tensor]:
     """The tensors by name in a safetensors file, or in what ``torch.save`` has written of a state
     dict: alone, or as ``model`` or ``state_dict`` of a checkpoint; what DDP adds to names is taken
     away. ConfigError for another file."""
-    unreadable = (OSError, SafetensorError, RuntimeError, EOFError, KeyError)
-    with refused(f"{setting}: {path.name} cannot be read: ", *unreadable):
+    try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except UnpicklingError:  # torch's own line advises weights_only=False, which runs any code
-            state = None
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except UnpicklingError:  # torch's own line advises weights_only=False, which runs any code
+        state = None
+    except MemoryError:
+        raise
+    except Exception as error:  # damage can raise any exception
+        said = f"{setting}: {path.name} cannot be read: {first_line(error)}"
+        raise ConfigError(said) from None
     for key in ("model", "state_dict"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]

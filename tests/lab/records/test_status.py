@@ -277,6 +277,10 @@ def test_sweeps(place, capsys, monkeypatch):
     sweep_of("3-third", *["finished"] * 8, seconds=1, ago=540)
     whole = "sweep 3-third, ended: 8 of 8 jobs done (8 finished); 1 min\n"
     assert output(capsys).startswith(whole)
+    sweep_of("3-third")
+    assert output(capsys).startswith("sweep 3-third, cut off: 0 of 8 jobs done\n"), (
+        "no time is known"
+    )
 
 
 def test_names_of_folders_send_a_terminal_no_commands(place, capsys):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nmrun.lab.runs.documents import misfit
+from nmrun.lab.runs.documents import misfit, parsed
 from nmrun.ranges import whole
 
 SHAPE: dict[str, Any] = {
@@ -54,3 +54,12 @@ def test_the_place_that_does_not_fit_is_named(change, place):
 @pytest.mark.parametrize("value", [None, [], "text", 3, {}])
 def test_what_is_no_such_document_at_all(value):
     assert misfit(value, SHAPE)
+
+
+def test_whole_numbers_are_those_that_a_float_holds():
+    """Of a training there may be more than 2**64 FLOPs."""
+    assert parsed(b'{"total": %d}' % 10**30) == {"total": 10**30}
+    assert parsed(b'{"total": 0.%d}' % 10**400) == {"total": 0.1}
+    for text in (b'{"total": %d}', b'["\\n", -%d]'):
+        with pytest.raises(ValueError, match="too large"):
+            parsed(text % 10**400)

@@ -107,6 +107,12 @@ def test_asking_for_a_lock_keeps_nobody_from_it(tmp_path):
         assert ours
 
 
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / locks.NAME)
+    assert not locks.is_locked(tmp_path)
+    assert locks.holder(tmp_path) == "another process"
+
+
 def test_one_who_waits_while_the_folder_is_deleted(tmp_path, monkeypatch):
     """It may get the lock of a file that has no name any more, and that keeps nobody out."""
     folder, asides, flock = tmp_path / "run", tmp_path / "deleted", fcntl.flock

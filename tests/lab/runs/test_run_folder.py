@@ -132,7 +132,13 @@ def test_a_command_of_several_lines(end, tmp_path):
     assert (run.begun, run.command) == (config, command)
 
 
-@pytest.mark.parametrize("value", ["!!bool x", "!!timestamp x", "!!int ''", "2026-99-99", "{"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("!!bool x", "!!timestamp x", "!!int ''", "2026-99-99", "{"),
+        *("{2024-01-01: 5}", "{!!binary eA==: 5}", f"0x{'f' * 5000}"),
+    ],
+)
 def test_a_config_that_is_no_yaml_is_none(value, tmp_path):
     (tmp_path / "config.yaml").write_text(f"seed: {value}\n")
     assert RunFolder(tmp_path).begun == {}

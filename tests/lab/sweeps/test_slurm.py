@@ -130,6 +130,18 @@ def test_jobs_that_left_the_queue_without_a_word_are_missing(submitted, tmp_path
     assert sweep.in_queue(str(tmp_path / "out")) == {}
 
 
+@pytest.mark.parametrize("program", ["/usr/bin/squeue", None])
+def test_where_slurm_does_not_answer_its_jobs_are_there(program, submitted, tmp_path, monkeypatch):
+    """Else the same command would submit them again. Where there is no Slurm they are not."""
+    folder = submitted("7_1", "7_2")
+    sweep.add(folder, {"status": "queued", "folder": "run9", "queue": "6"}, ["seed=9"], 0.0, 4)
+    monkeypatch.setattr(sweep, "_answer", lambda *command: None)
+    monkeypatch.setattr(shutil, "which", lambda name: program)
+    sweep.queue_ids(anew=True)
+    assert len(sweep.in_queue(str(tmp_path / "out"))) == (2 if program else 0)
+    assert sweep.with_ends(folder).ends[-1]["status"] == ("queued" if program else "killed")
+
+
 # --- on a cluster ---------------------------------------------------------------------------------
 
 

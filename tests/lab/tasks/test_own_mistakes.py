@@ -82,6 +82,17 @@ def test_what_is_no_whole_task():
             own_task(other)
 
 
+def test_what_a_result_has_of_a_task_is_plain_data():
+    for name in ("signature", "notes"):
+        for value in ({"mean": np.float32(0.5)}, {"mean": torch.zeros(())}, {(1, 2): 0}, 3):
+            task = Own((IMAGES, LABELS))
+            setattr(task, name, value)
+            with pytest.raises(ConfigError, match="signature and notes"):
+                own_task(task)
+    task.notes = {"shape": (1, 4, 4), "std": np.float64(0.5)}
+    assert own_task(task) is task
+
+
 class Lengths(Own):
     """Batches of 1, 2, 3 ... items, of which it remembers which were prepared."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import random
 import zipfile
 from pathlib import Path
@@ -108,6 +109,7 @@ def test_a_state_that_was_edited_is_damaged_though_every_checksum_of_it_is_right
         PermissionError(errno.EACCES, os.strerror(errno.EACCES)),
         OSError(errno.EIO, os.strerror(errno.EIO)),
         MemoryError(),
+        pickle.UnpicklingError("Weights only load failed"),
         RuntimeError(
             "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"
         ),

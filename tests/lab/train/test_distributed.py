@@ -176,3 +176,13 @@ def test_a_rank_that_fails_alone_ends_the_sweep(tmp_path):
     assert "step 6: out of memory (no space). Try a larger trainer.accumulate\n" in process.stderr
     (folder,) = (path.parent for path in tmp_path.rglob("checkpoint.pt"))
     assert not list(folder.glob("*.partial"))
+
+
+@pytest.mark.parametrize("word", ["trainer.distributed=fsdp", "trainer.budget=seconds:1"])
+def test_a_plan_in_two_processes(word, tmp_path):
+    program = Path(nmrun.__file__).with_name("__main__.py")
+    words = [*TINY, "recipe=sr_ste", word, "dry=true", f"output_dir={tmp_path}"]
+    process = preloaded.torchrun(program, *words)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.count("FLOPs of the training") == 1
+    assert not list(tmp_path.iterdir())

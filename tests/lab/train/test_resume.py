@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from runs import (
@@ -24,12 +25,14 @@ from runs import (
     after_step,
     build_noisy,
     config,
+    evaluations,
     finished,
     handled,
     kill,
     outcome,
     rows,
     signal_after,
+    stopped,
 )
 
 from nmrun.lab import models, signals
@@ -39,6 +42,7 @@ from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import checkpoint, results, runner, steps
 from nmrun.lab.train.loop import Evaluation
 from nmrun.lab.train.steps import TrainingSteps
+from nmrun.recipes.base import Recipe
 
 # 12 steps, checkpoints after 3, 6, 9 and 12; STEP switches and ASP prunes after step 7
 SWITCH = {
@@ -417,3 +421,20 @@ def test_a_signal_that_the_parent_ignores_ends_nothing(tmp_path):
     with handled(signal.SIG_IGN, *ignored), signal_after(7, *ignored):
         finished(make(tmp_path, "ste"))
         assert all(signal.getsignal(number) is signal.SIG_IGN for number in ignored)
+
+
+def test_numbers_of_numpys_go_through_a_checkpoint(tmp_path, monkeypatch):
+    """They are of a task's and a recipe's own code; a row is in one where a signal came before its
+    evaluation."""
+    evaluations(monkeypatch, map(np.float64, itertools.repeat(0.5)))
+    monkeypatch.setattr(
+        Recipe, "after_step", lambda recipe, *_: recipe.say("mine", norm=np.float32(0.25))
+    )
+    monkeypatch.setattr(Recipe, "metrics", lambda _: {"mine/norm": np.float32(0.25)})
+    cfg = config(tmp_path, "recipe=ste")
+    stopped(cfg, 6)
+    assert checkpoint.load(run_folder(cfg) / "checkpoint.pt")["loop"]["row"]["mine/norm"] == 0.25
+    events = [event for event in finished(cfg)["events"] if "norm" in event]
+    assert [(event["step"], event["norm"]) for event in events] == [(n, 0.25) for n in range(1, 13)]
+    assert "goes on at step 6" in (run_folder(cfg) / "run.log").read_text()
+    assert {row.get("eval/accuracy", 0.5) for row in rows(run_folder(cfg))} == {0.5}

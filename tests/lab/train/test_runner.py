@@ -19,6 +19,7 @@ from runs import (
     after_step,
     at_work,
     config,
+    cut_off,
     evaluations,
     handled,
     kill,
@@ -26,6 +27,7 @@ from runs import (
     result_of,
     rows,
     signal_after,
+    stopped,
 )
 from safetensors.torch import load_file, save_file
 from sklearn import datasets
@@ -204,6 +206,26 @@ def test_a_failure_is_told_in_a_line_and_kept_in_full(tmp_path, monkeypatch, cap
     assert "nmrun: failed: ZeroDivisionError: first line" in captured.err
     monkeypatch.undo()
     assert run(cfg)["status"] == "finished"
+
+
+def test_a_mistake_that_shows_in_training_fails_the_run(tmp_path, monkeypatch):
+    closed = list[Classification]()
+    monkeypatch.setattr(Classification, "close", lambda task: closed.append(task))
+    target = "schedule.target=torch.optim.lr_scheduler.OneCycleLR"
+    words = ("schedule=custom", target, "schedule.options={total_steps: 2, max_lr: 0.01}")
+    cfg = config(tmp_path, "recipe=ste", *words)
+    result = run(cfg)
+    assert (result["status"], len(closed)) == ("failed", 1)
+    assert result["error"].startswith(f"{target}: Tried to step 3 times")
+    assert result_of(run_folder(cfg))["error"] == result["error"]
+
+
+@pytest.mark.parametrize("words", [(), ("dry=true",)])
+def test_threads_are_of_one_run_alone(words, tmp_path):
+    threads = torch.get_num_threads()
+    result = run(config(tmp_path, "recipe=ste", f"trainer.threads={threads + 1}", *words))
+    assert result.get("environment", {"threads": threads + 1})["threads"] == threads + 1
+    assert torch.get_num_threads() == threads
 
 
 def test_a_run_whose_last_step_diverges_fails(tmp_path):
@@ -405,7 +427,7 @@ def test_weights_of_one_s_own(form, tmp_path):
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
-        (b"", "cannot be read"),
+        *((data, "cannot be read") for data in (b"", b".", b"G", b"U\xd1j\xe0\xcf\x87")),
         ([1, 2], "has no state dict"),
         ({"stem.weight": torch.zeros(3)}, r"another network than this run's"),
     ],
@@ -509,7 +531,7 @@ def test_the_plan_is_on_the_screen_before_products_are_timed(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_training_begins(number, tmp_path, monkeypatch):
+def test_a_signal_before_training_begins(number, tmp_path, monkeypatch, capsys):
     def signalled(*_):
         os.kill(os.getpid(), number)
         pytest.fail("went on")
@@ -517,6 +539,20 @@ def test_a_signal_before_training_begins(number, tmp_path, monkeypatch):
     monkeypatch.setattr(console, "plan_lines", signalled)
     result = run(config(tmp_path))
     assert (result["status"], result["signal"]) == ("interrupted", number)
+    assert "the same command begins it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "end", "step", "said"),
+    [
+        ((), stopped, 5, "the same command goes on"),
+        (("resume=false",), stopped, 5, "with resume=true goes on"),
+        ((), cut_off, 1, "the same command starts over"),
+    ],
+)
+def test_it_is_said_what_the_same_command_does(words, end, step, said, tmp_path, capsys):
+    end(config(tmp_path, "recipe=ste", *words), step)
+    assert said in capsys.readouterr().out
 
 
 def test_a_second_signal_acts_at_once(tmp_path, monkeypatch):
