@@ -110,7 +110,8 @@ class FusedAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """As :class:`~nmrun.fast.sites.MaskedAttention`."""
-        if q.dim() != 4 or q.shape[2] < FEW or not _supports(q, k, v, mask=mask):
+        few = q.dim() != 4 or q.shape[2] < FEW
+        if few or not _supports(q, k, v, mask=mask) or not _fit(q, k, v):
             return F.scaled_dot_product_attention(q, k, v, mask)
         return attention(q, k, v, mask, low=self.low)
 
@@ -137,6 +138,12 @@ class FusedGELU(nn.Module):
 
     def extra_repr(self) -> str:
         return f"tanh={self.tanh}"
+
+
+def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether they agree in batch, heads, keys and width, without broadcasting."""
+    keys = q.shape[:2] + k.shape[2:3]
+    return k.shape == keys + q.shape[3:] and v.shape[:-1] == keys
 
 
 def _supports(*tensors: Tensor, mask: Tensor | None = None) -> bool:
