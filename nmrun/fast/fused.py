@@ -194,17 +194,18 @@ def _kind(module: nn.Module) -> str:
     return name if name in (ATTENTION, *GELUS) and not is_touched(module) else ""
 
 
-def fusable(model: nn.Module, sample: Any) -> list[Place]:
-    """The attentions and GELUs of a deployed model on a CPU that the sample calls."""
+def fusable(model: nn.Module, sample: Any, apart: bool = False) -> list[Place]:
+    """The attentions and GELUs of a deployed model on a CPU that the sample calls. Layers alike share
+    what they are given, which is large; ``apart``: each attention has its own."""
     if devices(model) - {"cpu"}:
         return []
-    # layers alike share what they are given, which is large
     given = defaultdict[str, dict[Any, tuple[Tensor, ...]]](dict)
     places = []
     for name, module in model.named_modules():
         if name and (kind := _kind(module)):
             roundings = 2 if kind == ATTENTION else 1  # it rounds its probabilities, too
-            places.append(Place(name, module, given=given[repr(module)], roundings=roundings))
+            own = given[name if apart and kind == ATTENTION else repr(module)]
+            places.append(Place(name, module, given=own, roundings=roundings))
     hooks = [p.module.register_forward_pre_hook(p.see, with_kwargs=True) for p in places]
     measurement.watched(hooks, partial(compute, model, sample))
     return [place for place in places if place.shapes]

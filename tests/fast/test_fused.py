@@ -173,6 +173,21 @@ def test_with_int_8_attention_may_be_bfloat16(tolerance: float, path: str) -> No
     assert model[0].attend.attention.low == (path == "fused bf16")
 
 
+@pytest.mark.skipif(bool(bf16.KERNELS.obstacle()), reason="no AVX-512 with BF16")
+def test_each_attention_is_judged_by_its_own_inputs(deploy_times: dict[str, float]) -> None:
+    """The keys of the second have large numbers in common, beside which the rest is rounded away."""
+    deploy_times.update({"packed": 0.5, "fused": 0.5, "fused bf16": 0.25})
+    model, x = network(), torch.randn(2, 21, 32)
+    with torch.no_grad():
+        model[1].attend.in_proj_bias[32:64] = 200 * torch.randn(32).sign()
+    choices = {c.name: c for c in nmrun.deploy(model, x, precision="int8")}
+    near, far = (choices[f"{i}.attend.attention"] for i in (0, 1))
+    assert (near.path, far.path) == ("fused bf16", "fused")
+    assert "more than" not in near.reason
+    assert "fused bf16: outputs" in far.reason
+    assert "off, more than 0.05" in far.reason
+
+
 def test_torchs_stay_where_they_are_faster_or_the_kernel_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
