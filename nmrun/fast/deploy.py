@@ -343,10 +343,11 @@ def _find(site: Site, graph: bool, algorithms: dict[Any, str]) -> None:
     if site.dtype is None:
         site.notes = ["the sample does not call it as a layer"]
         return
+    site.pattern = pattern_of(site.rows)
     if site.weight.dtype != site.dtype:
         site.notes = [f"its weight is {site.weight.dtype}, its input {site.dtype}"]
         return
-    ways, site.pattern = _dense(site), pattern_of(site.rows)
+    ways = _dense(site)
     try:
         if isinstance(site, ConvolutionSite):
             ways |= _of_convolution(site, site.pattern) if site.pattern else {}
