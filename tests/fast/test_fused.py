@@ -134,7 +134,9 @@ def test_masks_few_queries_gradients_and_the_compiler() -> None:
         ((2, 2, 64, 16), (1, 2, 64, 8)),
     ],
 )
-def test_keys_and_values_are_broadcast_as_by_torch(key: tuple[int], value: tuple[int]) -> None:
+def test_keys_and_values_are_broadcast_as_by_torch(
+    key: tuple[int, ...], value: tuple[int, ...]
+) -> None:
     """The kernel would read past their ends."""
     q, k, v = torch.randn(2, 2, 8, 16), torch.randn(key), torch.randn(value)
     exact = torch.softmax(q.double() @ k.double().mT / 4, -1) @ v.double()
@@ -149,7 +151,9 @@ def test_keys_and_values_are_broadcast_as_by_torch(key: tuple[int], value: tuple
         ((2, 4, 64, 16), (2, 4, 64, 16)),
     ],
 )
-def test_keys_and_values_that_do_not_fit_are_refused(key: tuple[int], value: tuple[int]) -> None:
+def test_keys_and_values_that_do_not_fit_are_refused(
+    key: tuple[int, ...], value: tuple[int, ...]
+) -> None:
     with pytest.raises(RuntimeError, match="size"):
         FusedAttention()(torch.randn(2, 2, 8, 16), torch.randn(key), torch.randn(value))
 

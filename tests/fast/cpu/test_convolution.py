@@ -351,8 +351,9 @@ def test_gradients_of_gradients_are_refused() -> None:
 def test_what_is_not_packed_says_why(
     options: dict[str, Any], dims: dict[str, int], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, how = net(**options), {"exclude": ["7"], "dims": dims}
-    handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "2:4", **how)
+    model = net(**options)
+    optimizer = optim.AdamW(model.parameters())
+    handle = sparsify(model, optimizer, "ste", "2:4", exclude=["7"], dims=dims)
     choices = accelerate(handle, lambda: model(batch(0)[0]), "packed")
     assert reason in choices[0].reason
     assert [c.path for c in choices if not c.always_dense] == [None, "packed", "packed"]
