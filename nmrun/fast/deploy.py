@@ -159,12 +159,13 @@ def deploy(
             for module in model.modules():
                 if isinstance(module, nn.Conv2d):  # what packed ones give it lies so already
                     module.weight.data = last(module.weight.data)
-        places = fusable(model, sample)
+        places = fusable(model, sample, apart=precision is not None)
         for first, *others_alike in _alike(places):
             first.notes += _try(first, exact_ways(first))
-            first.notes += _try(first, rough_ways(first), tolerance) if precision else []
             for place in others_alike:
-                place.notes, place.candidates = first.notes, copy.deepcopy(first.candidates)
+                place.notes, place.candidates = [*first.notes], copy.deepcopy(first.candidates)
+        for place in places if precision else ():
+            place.notes += _try(place, rough_ways(place), tolerance)
         others = _choose(places)
         for place in places:
             if place.layer is not None:
@@ -342,10 +343,11 @@ def _find(site: Site, graph: bool, algorithms: dict[Any, str]) -> None:
     if site.dtype is None:
         site.notes = ["the sample does not call it as a layer"]
         return
+    site.pattern = pattern_of(site.rows)
     if site.weight.dtype != site.dtype:
         site.notes = [f"its weight is {site.weight.dtype}, its input {site.dtype}"]
         return
-    ways, site.pattern = _dense(site), pattern_of(site.rows)
+    ways = _dense(site)
     try:
         if isinstance(site, ConvolutionSite):
             ways |= _of_convolution(site, site.pattern) if site.pattern else {}

@@ -110,7 +110,8 @@ class FusedAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """As :class:`~nmrun.fast.sites.MaskedAttention`."""
-        if q.dim() != 4 or q.shape[2] < FEW or not _supports(q, k, v, mask=mask):
+        few = q.dim() != 4 or q.shape[2] < FEW
+        if few or not _supports(q, k, v, mask=mask) or not _fit(q, k, v):
             return F.scaled_dot_product_attention(q, k, v, mask)
         return attention(q, k, v, mask, low=self.low)
 
@@ -137,6 +138,12 @@ class FusedGELU(nn.Module):
 
     def extra_repr(self) -> str:
         return f"tanh={self.tanh}"
+
+
+def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether they agree in batch, heads, keys and width, without broadcasting."""
+    keys = q.shape[:2] + k.shape[2:3]
+    return k.shape == keys + q.shape[3:] and v.shape[:-1] == keys
 
 
 def _supports(*tensors: Tensor, mask: Tensor | None = None) -> bool:
@@ -187,17 +194,18 @@ def _kind(module: nn.Module) -> str:
     return name if name in (ATTENTION, *GELUS) and not is_touched(module) else ""
 
 
-def fusable(model: nn.Module, sample: Any) -> list[Place]:
-    """The attentions and GELUs of a deployed model on a CPU that the sample calls."""
+def fusable(model: nn.Module, sample: Any, apart: bool = False) -> list[Place]:
+    """The attentions and GELUs of a deployed model on a CPU that the sample calls. Layers alike share
+    what they are given, which is large; ``apart``: each attention has its own."""
     if devices(model) - {"cpu"}:
         return []
-    # layers alike share what they are given, which is large
     given = defaultdict[str, dict[Any, tuple[Tensor, ...]]](dict)
     places = []
     for name, module in model.named_modules():
         if name and (kind := _kind(module)):
             roundings = 2 if kind == ATTENTION else 1  # it rounds its probabilities, too
-            places.append(Place(name, module, given=given[repr(module)], roundings=roundings))
+            own = given[name if apart and kind == ATTENTION else repr(module)]
+            places.append(Place(name, module, given=own, roundings=roundings))
     hooks = [p.module.register_forward_pre_hook(p.see, with_kwargs=True) for p in places]
     measurement.watched(hooks, partial(compute, model, sample))
     return [place for place in places if place.shapes]

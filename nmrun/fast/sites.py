@@ -424,6 +424,8 @@ class PackedAttention(nn.Module):
         """As :meth:`torch.nn.MultiheadAttention.forward`, without dropout."""
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+        if key.shape[:-1] != value.shape[:-1]:  # some of torch's kernels would take it
+            raise RuntimeError(f"keys of {list(key.shape)} with values of {list(value.shape)}")
         single, same = query.dim() == 2, key is value
         query, key, value = (self._batched(t) for t in (query, key, value))
         if single and key_padding_mask is not None:

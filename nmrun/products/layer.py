@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nmrun.kernels.layout import is_transformed
 from nmrun.patterns import Pattern
 from nmrun.products.simulation import compute_dtype, convolution, linear
-from nmrun.sparsity.layers import forward_class, is_plain_linear, of_one_input, own_forward
+from nmrun.sparsity.layers import axes, forward_class, is_plain_linear, of_one_input, own_forward
 from nmrun.sparsity.projections import keep_largest
 from nmrun.sparsity.weight import SparseWeight
 
@@ -174,8 +174,8 @@ def install(
     """Let the layers of sparse weights compute their products by a :class:`Layer`; returns the
     names of those that are left alone. ``mvue`` and ``fp8`` are for linear layers only
     (:func:`nmrun.products.simulation.linear`). Left alone are the projections of
-    ``nn.MultiheadAttention``, and layers with a ``forward`` of their own. Code that reads
-    ``layer.weight`` without calling the layer goes past this. Works under
+    ``nn.MultiheadAttention``, layers with a ``forward`` of their own, and those whose groups ``dims``
+    turned. Code that reads ``layer.weight`` without calling the layer goes past this. Works under
     ``torch.compile(fullgraph=True)``; gradients of gradients raise. Raises ConfigError for an
     ``mvue`` that is V:N:M."""
     if mvue is not None:
@@ -227,8 +227,17 @@ def replaceable(weight: SparseWeight) -> bool:
     return _forward_of(weight, Layer(weight)) is not None
 
 
-def simulated(weight: SparseWeight) -> str:
-    """Why no packed products can take a layer: its products are simulated. Empty if they are not."""
+def is_turned(weight: SparseWeight) -> bool:
+    """Whether the groups of a known layer's weight run along another dimension than it sums over."""
+    meaning = axes(weight.module).get(weight.attribute)
+    return meaning is not None and meaning.dim != weight.dim
+
+
+def unpackable(weight: SparseWeight) -> str:
+    """Why no packed products can take a layer: its groups are turned, or its products are simulated.
+    Empty if they are not."""
+    if is_turned(weight):
+        return "its groups do not run along its inputs (dims)"
     if weight.layer is None:
         return ""
     if weight.layer.input_mvue is not None:
@@ -268,6 +277,8 @@ def _forward_of(weight: SparseWeight, layer: Layer) -> Callable[..., Tensor] | N
     module, attribute = weight.module, weight.attribute
     current = own_forward(module)
     if attribute != "weight" or (current is not None and not _is_ours(current)):
+        return None
+    if is_turned(weight):  # a Layer knows by `dim` how its class stores the matrix
         return None
     # MultiheadAttention.out_proj, which nobody calls
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):

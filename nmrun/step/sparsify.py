@@ -255,7 +255,7 @@ def _install_products(
         if len(names) == len(sparse):
             raise ConfigError(
                 f"{says}: it is for linear layers (double_prune for convolutions without groups too) "
-                "with outputs in whole groups of M"
+                "with groups along the inputs, and outputs in whole groups of M"
             )
         if names:
             recipe.say(says)

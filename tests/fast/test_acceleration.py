@@ -267,22 +267,23 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(16, 32, 1)
-        self.linear = nn.Linear(32, 32)
+        self.linear, self.turned = nn.Linear(32, 32), nn.Linear(32, 32)
         self.unused = nn.Linear(32, 32)
         self.narrow = nn.Linear(32, 24)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.narrow(self.linear(self.conv(x).mean((2, 3))))
+        return self.narrow(self.turned(self.linear(self.conv(x).mean((2, 3)))))
 
 
 def test_why_layers_stay_dense() -> None:
     model = Mixed()
     x = torch.randn(4, 16, 3, 3)
-    _, handle = sparse(model, overrides={"linear": "4:8"})
+    _, handle = sparse(model, overrides={"linear": "4:8"}, dims={"turned.weight": 0})
     reasons = {c.name: c.reason for c in accelerate(handle, lambda: model(x))}
     assert reasons == {
         "conv.weight": "torch has no sparse convolution",
         "linear.weight": "4:8 weights do not fit into 2:4",
+        "turned.weight": "its groups do not run along its inputs (dims)",
         "unused.weight": "it is not called as a layer",
         "narrow.weight": "float32: 2:4 products are of bfloat16 or float16 (trainer.precision)",
     }

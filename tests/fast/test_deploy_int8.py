@@ -73,6 +73,23 @@ def test_rows_that_share_their_columns_are_packed_in_blocks(deploy_times: dict[s
 
 @needs_int8
 @pytest.mark.usefixtures("faster")
+def test_layers_that_compute_under_autocast_are_packed_too() -> None:
+    model, x = pruned(), torch.randn(40, 80)
+    expected = model(x).detach()
+
+    def sample() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    choices = nmrun.deploy(model, sample, precision="int8")
+    assert [(c.path, c.is_sparse) for c in choices] == [("int8", True)] * 2
+    assert all(isinstance(model[i], Int8Linear) for i in (0, 2))
+    with torch.no_grad():
+        assert 0 < share(sample(), expected) < 0.03
+
+
+@needs_int8
+@pytest.mark.usefixtures("faster")
 def test_a_layer_that_is_too_far_off_stays_float32() -> None:
     """Outliers among a layer's inputs leave few steps to the rest."""
     model, x = pruned(), torch.randn(40, 80)

@@ -125,6 +125,48 @@ def test_masks_few_queries_gradients_and_the_compiler() -> None:
         torch.testing.assert_close(compiled(x), dense(x))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ((1, 2, 64, 16), (1, 2, 64, 16)),
+        ((2, 1, 64, 16), (2, 1, 64, 16)),
+        ((2, 64, 16), (2, 64, 16)),
+        ((2, 2, 64, 16), (1, 2, 64, 8)),
+    ],
+)
+def test_keys_and_values_are_broadcast_as_by_torch(
+    key: tuple[int, ...], value: tuple[int, ...]
+) -> None:
+    """The kernel would read past their ends."""
+    q, k, v = torch.randn(2, 2, 8, 16), torch.randn(key), torch.randn(value)
+    exact = torch.softmax(q.double() @ k.double().mT / 4, -1) @ v.double()
+    torch.testing.assert_close(FusedAttention()(q, k, v).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ((2, 2, 64, 8), (2, 2, 64, 16)),
+        ((3, 2, 64, 16), (3, 2, 64, 16)),
+        ((2, 4, 64, 16), (2, 4, 64, 16)),
+    ],
+)
+def test_keys_and_values_that_do_not_fit_are_refused(
+    key: tuple[int, ...], value: tuple[int, ...]
+) -> None:
+    with pytest.raises(RuntimeError, match="size"):
+        FusedAttention()(torch.randn(2, 2, 8, 16), torch.randn(key), torch.randn(value))
+
+
+@pytest.mark.usefixtures("faster")
+def test_fewer_values_than_keys_are_refused() -> None:
+    model, x = network(), torch.randn(2, 21, 32)
+    nmrun.deploy(model, x)
+    assert isinstance(model[0].attend.attention, FusedAttention)
+    with pytest.raises(RuntimeError, match="keys of"):
+        model[0].attend(x, x, x[:, :16], need_weights=False)
+
+
 @pytest.mark.usefixtures("faster")
 @pytest.mark.skipif(bool(bf16.KERNELS.obstacle()), reason="no AVX-512 with BF16")
 @pytest.mark.parametrize(("tolerance", "path"), [(0.05, "fused bf16"), (1e-6, "fused")])
@@ -133,6 +175,21 @@ def test_with_int_8_attention_may_be_bfloat16(tolerance: float, path: str) -> No
     choices = {c.name: c for c in nmrun.deploy(model, x, precision="int8", tolerance=tolerance)}
     assert choices["0.attend.attention"].path == path
     assert model[0].attend.attention.low == (path == "fused bf16")
+
+
+@pytest.mark.skipif(bool(bf16.KERNELS.obstacle()), reason="no AVX-512 with BF16")
+def test_each_attention_is_judged_by_its_own_inputs(deploy_times: dict[str, float]) -> None:
+    """The keys of the second have large numbers in common, beside which the rest is rounded away."""
+    deploy_times.update({"packed": 0.5, "fused": 0.5, "fused bf16": 0.25})
+    model, x = network(), torch.randn(2, 21, 32)
+    with torch.no_grad():
+        model[1].attend.in_proj_bias[32:64] = 200 * torch.randn(32).sign()
+    choices = {c.name: c for c in nmrun.deploy(model, x, precision="int8")}
+    near, far = (choices[f"{i}.attend.attention"] for i in (0, 1))
+    assert (near.path, far.path) == ("fused bf16", "fused")
+    assert "more than" not in near.reason
+    assert "fused bf16: outputs" in far.reason
+    assert "off, more than 0.05" in far.reason
 
 
 def test_torchs_stay_where_they_are_faster_or_the_kernel_is_wrong(

@@ -449,6 +449,20 @@ def test_weights_stored_the_other_way_round():
     close(x.grad, rounded(dz, E5M2) @ rounded(used, E5M2).T)
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_layer_whose_groups_run_along_its_outputs_is_left_alone(options):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    _, handle = sparsify(model, dims={r"1\.weight": 0}, **options)
+    (event,) = handle.pop_events()
+    assert str(event).endswith("can change nothing at 1.weight")
+    used = handle.sparse[1].weight
+    assert ((used != 0).reshape(2, 4, 8).sum(1) == 2).all()
+    x, dz = (normal(6, 8, seed=seed, dtype=torch.float32).requires_grad_() for seed in (0, 1))
+    z = model[1](x)
+    torch.testing.assert_close(z, F.linear(x, used, model[1].bias))
+    torch.testing.assert_close(torch.autograd.grad(z, x, dz)[0], dz @ used)
+
+
 class Scaled(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)

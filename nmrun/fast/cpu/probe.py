@@ -368,10 +368,10 @@ def eligible(
     """The reason why a layer cannot be accelerated, or the shape that can be tried."""
     if weight.is_sharded and weight.layer is not None and weight.layer.input_weight is not None:
         return "the weight of its input gradient is sharded (FSDP)", None
+    if why := layer.unpackable(weight):
+        return why, None
     if largest_input is None or not layer.replaceable(weight):
         return "it is not called as a layer", None
-    if why := layer.simulated(weight):
-        return why, None
     inputs, dtype = largest_input
     if dtype not in products.DTYPES or weight.parameter.dtype != torch.float32:
         return f"{str(dtype).removeprefix('torch.')}: packed weights are float32", None

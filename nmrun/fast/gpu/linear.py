@@ -204,6 +204,10 @@ class SemiStructuredLinear(nn.Module):
         return [getattr(self, f"part{i}") for i in range(self.parts)]
 
     def forward(self, input: Tensor) -> Tensor:
+        if input.shape[-1] != self.in_features:  # the library sees no width of the weight
+            raise RuntimeError(
+                f"x has {input.shape[-1]} features where the layer has {self.in_features}"
+            )
         operands = self._parts(), self.out_features, self.path, self.bias
         return over_tokens(input, multiply24, _product, *operands)
 

@@ -138,7 +138,7 @@ def eligible(
     """The reason why a layer cannot be accelerated, or the shape that can be tried."""
     if weight.is_sharded:
         return "its weight is sharded (FSDP)", None
-    if why := layer.simulated(weight):
+    if why := layer.unpackable(weight):
         return why, None
     if weight.parameter.dim() != 2:
         return "torch has no sparse convolution", None

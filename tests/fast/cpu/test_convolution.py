@@ -341,13 +341,19 @@ def test_gradients_of_gradients_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"), [({"groups": 2}, "grouped"), ({"padding_mode": "reflect"}, "padding")]
+    ("options", "dims", "reason"),
+    [
+        ({"groups": 2}, {}, "grouped"),
+        ({"padding_mode": "reflect"}, {}, "padding"),
+        ({}, {r"0\.weight": 0}, "groups do not run along its inputs"),
+    ],
 )
 def test_what_is_not_packed_says_why(
-    options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], dims: dict[str, int], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = net(**options)
-    handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "2:4", exclude=["7"])
+    optimizer = optim.AdamW(model.parameters())
+    handle = sparsify(model, optimizer, "ste", "2:4", exclude=["7"], dims=dims)
     choices = accelerate(handle, lambda: model(batch(0)[0]), "packed")
     assert reason in choices[0].reason
     assert [c.path for c in choices if not c.always_dense] == [None, "packed", "packed"]

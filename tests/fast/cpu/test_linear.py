@@ -308,6 +308,18 @@ def test_an_input_of_another_width_is_refused_as_by_torch(width: int) -> None:
         model[0](torch.randn(4, width))
 
 
+def test_a_layer_whose_groups_run_along_its_outputs_stays_dense() -> None:
+    model, _, handle = start("ste", dims={r"2\.weight": 0})
+    choices = accelerate(handle, lambda: model(batch(0)[0]), "packed")
+    assert [c.path for c in choices if not c.always_dense] == ["packed", None, "packed"]
+    assert "groups do not run along its inputs" in choices[1].reason
+    x, used = batch(1)[0], [weight.weight for weight in handle.sparse]
+    for layer, weight in zip(model[::2], used, strict=True):
+        z = layer(x)
+        torch.testing.assert_close(z, F.linear(x, weight, layer.bias))
+        x = z.relu()
+
+
 def test_a_model_that_is_cast_afterwards() -> None:
     """Its weights are packed from what they are stored as."""
     (model, optimizer, handle), plain, (x, target) = start("sr_ste"), mlp(), batch(0)

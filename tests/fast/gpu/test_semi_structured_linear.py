@@ -174,6 +174,18 @@ def test_without_tokens_there_is_nothing_to_multiply(monkeypatch: pytest.MonkeyP
         assert layer(normal(*shape)).shape == (*shape[:-1], 8)
 
 
+@pytest.mark.parametrize("shape", [(4, 8), (4, 32), (2, 3, 8)], ids=str)
+def test_an_input_of_another_width_is_refused(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by torch; the library would take it, and read something else."""
+    taking = replace(MASKED, multiply=lambda x, parts, bias: x.new_zeros(len(x), 8))
+    monkeypatch.setitem(semi_structured.PATHS, "masked", taking)
+    layer = SemiStructuredLinear(both_ways(8, 16), None, "masked")
+    with pytest.raises(RuntimeError, match=f"{shape[-1]} features where the layer has 16"):
+        layer(normal(*shape))
+
+
 def test_a_cast_leaves_what_is_packed_alone() -> None:
     """Behind the values lie their places, which are bits and no numbers."""
     weight, x = both_ways(8, 16).float(), normal(4, 16).float()

@@ -108,7 +108,7 @@ class Bf16Matrix(SlotMatrix):
         turned.pack(weight if other is None else other, turned=True)
         return self.pack(weight)
 
-    def multiply(self, x: Tensor, bias: Tensor | None = None, **how: Any) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x S^T + bias``, with x (tokens, columns) in bfloat16; (tokens, rows) in bfloat16, rounded once.
         Raises RuntimeError where there are no such products."""
         library, x = KERNELS.load(), x.contiguous()

@@ -136,7 +136,7 @@ class BlockMatrix(Matrix):
         return int(self.counts.sum()) * self.height
 
     def multiply(
-        self, x: Tensor, bias: Tensor | None = None, by_tiles: bool | None = None, **how: Any
+        self, x: Tensor, bias: Tensor | None = None, by_tiles: bool | None = None
     ) -> Tensor:
         """``x S^T + bias``, with x (tokens, columns) in bfloat16; (tokens, rows) in bfloat16, rounded once.
         ``by_tiles``: by AMX; None: where it can. Raises RuntimeError where there are no such products."""
@@ -189,7 +189,7 @@ class BlockTranspose(Matrix):
         return self.columns // len(self.index)
 
     def multiply(
-        self, x: Tensor, bias: Tensor | None = None, by_tiles: bool | None = None, **how: Any
+        self, x: Tensor, bias: Tensor | None = None, by_tiles: bool | None = None
     ) -> Tensor:
         """As that of :class:`BlockMatrix`, without a bias."""
         library, x = KERNELS.load(), x.contiguous()
@@ -233,7 +233,7 @@ class Int8BlockMatrix(BlockMatrix):
         return super().dense().float() * self.scales[:, None]
 
     def multiply(
-        self, x: Tensor, bias: Tensor | None = None, by_tiles: bool | None = None, **how: Any
+        self, x: Tensor, bias: Tensor | None = None, by_tiles: bool | None = None
     ) -> Tensor:
         """As :meth:`nmrun.fast.cpu.kernels.int8.Int8Matrix.multiply`."""
         library, x, tokens = int8.KERNELS.load(), x.contiguous(), len(x)
@@ -294,7 +294,7 @@ class BitmapMatrix(Matrix):
         whole = tiles.transpose(1, 2).reshape(len(kept) * TILE, -1)
         return whole[: self.rows, : self.columns].contiguous()
 
-    def multiply(self, x: Tensor, bias: Tensor | None = None, **how: Any) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """As that of :class:`BlockMatrix`, by AMX alone."""
         if why := bitmaps_obstacle():
             raise RuntimeError(f"products of bitmaps: {why}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ class Int8Matrix(SlotMatrix):
         """The matrix with its zeros, float32."""
         return super().dense().float() * self.scales[:, None]
 
-    def multiply(self, x: Tensor, bias: Tensor | None = None, **how: Any) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x S^T + bias``, all float32: x (tokens, columns), the result (tokens, rows).
 
         Raises RuntimeError for NaN and infinity in x, and where there are no such products.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class Matrix:
         """The matrix with its zeros, (rows, taps * columns)."""
         raise NotImplementedError
 
-    def multiply(self, x: Tensor, bias: Tensor | None = None, **how: Any) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x S^T + bias``, with x (tokens, columns) in the dtype that is computed in: (tokens, rows) in
         this dtype. Raises RuntimeError where there are no such products."""
         raise NotImplementedError

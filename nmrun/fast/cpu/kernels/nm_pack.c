@@ -1,18 +1,9 @@
-/* Float32 matrices with many zeros into what nm_product.c reads, by their rows and by their columns.
+/* Float32 matrices with many zeros into what nm_product.c reads, by their rows and by their columns. Follows nm_product.c in one translation
+   unit.
 
    `taps` matrices (rows, columns) lie side by side in one of (rows, taps * columns): a convolution has one for each position of its kernel.
    By rows: the non-zeros of row r in block b (BLOCK columns each, counted through all taps) lie at start[b * rows + r] up to
    start[b * rows + r + 1], `index` has their columns within the block. By columns: the same of the transposes. */
-#include <stdint.h>
-#include <string.h>
-
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
-
-#ifndef BLOCK
-#define BLOCK 128 /* as in nm_product.c */
-#endif
 
 static int64_t blocks(int64_t columns) { return (columns + BLOCK - 1) / BLOCK; }
 
@@ -111,29 +102,11 @@ int nm_fill_turned(const float *values, const uint8_t *index, const int32_t *sta
 #if defined(__AVX512F__)
 /* 16 rows of 16 floats, `stride` apart, into columns, BLOCK apart; what is beyond `rows` and `columns` becomes 0. */
 static void turn_tile(const float *from, int64_t stride, int64_t rows, int64_t columns, float *to) {
-  __m512 a[16], b[16];
+  vec tile[LANES];
   __mmask16 wide = (__mmask16)((1u << (columns < 16 ? columns : 16)) - 1);
-  for (int64_t r = 0; r < 16; r++) a[r] = r < rows ? _mm512_maskz_loadu_ps(wide, from + r * stride) : _mm512_setzero_ps();
-  for (int i = 0; i < 16; i += 2) { /* two rows interleaved, then four, then lanes of four */
-    b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
-    b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4)
-    for (int j = 0; j < 2; j++) {
-      __m512d x = _mm512_castps_pd(b[i + j]), y = _mm512_castps_pd(b[i + j + 2]);
-      a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
-      a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
-    }
-  for (int j = 0; j < 4; j++) {
-    b[j] = _mm512_shuffle_f32x4(a[j], a[4 + j], 0x88);
-    b[4 + j] = _mm512_shuffle_f32x4(a[j], a[4 + j], 0xdd);
-    b[8 + j] = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0x88);
-    b[12 + j] = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0xdd);
-  }
-  for (int j = 0; j < 8; j++) {
-    _mm512_storeu_ps(to + j * BLOCK, _mm512_shuffle_f32x4(b[j], b[8 + j], 0x88));
-    _mm512_storeu_ps(to + (8 + j) * BLOCK, _mm512_shuffle_f32x4(b[j], b[8 + j], 0xdd));
-  }
+  for (int64_t r = 0; r < 16; r++) tile[r] = (vec)(r < rows ? _mm512_maskz_loadu_ps(wide, from + r * stride) : _mm512_setzero_ps());
+  turn(tile);
+  for (int j = 0; j < 16; j++) _mm512_storeu_ps(to + j * BLOCK, (__m512)tile[j]);
 }
 
 /* What nm_count_turned and nm_fill_turned do, from the matrix itself: a register at a time, whatever is in it. That is faster where more than

@@ -136,9 +136,7 @@ class PackedMatrix(Matrix):
             pack(weight.t().contiguous(), turned, self)
         return self.count
 
-    def multiply(
-        self, x: Tensor, bias: Tensor | None = None, turned: bool = False, **how: Any
-    ) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None = None, turned: bool = False) -> Tensor:
         """``x S^T + bias`` with x (tokens, columns) in float32 or bfloat16; (tokens, rows) in the dtype of
         x, summed in float32. ``turned``: x is (columns, tokens) and float32, the result is (rows, tokens)."""
         library, x = KERNELS.load(), x.contiguous()

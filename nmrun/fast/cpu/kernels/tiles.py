@@ -8,7 +8,7 @@ serves a single token (``nm_token.c``, bound by reading the non-zeros) and thous
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -139,7 +139,7 @@ class TiledMatrix(SlotMatrix):
     def packed(cls, weight: Tensor, taps: int = 1) -> Self:
         return cls.of(cls.in_slots(weight), *weight.shape)
 
-    def multiply(self, x: Tensor, bias: Tensor | None = None, **how: Any) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x S^T + bias`` with x (tokens, columns) in float32 or bfloat16 and the bias in float32;
         (tokens, rows) in the dtype of x, summed in float32."""
         library, x = products.KERNELS.load(), x.contiguous()
