@@ -185,8 +185,7 @@ def test_a_mistake_gets_a_line(module, monkeypatch, words, message):
     from nmrun.lab.config import schema
     from nmrun.lab.train import build
 
-    alone = () if words[0].startswith("recipe=") else ("recipe._target_=saliency.Saliency",)
-    words = command_line.own_recipe([*alone, "track=local", *words])
+    words = command_line.own_recipe(["recipe._target_=saliency.Saliency", "track=local", *words])
     problems = mistakes(words)
     if not problems:
         with (
@@ -200,9 +199,9 @@ def test_a_mistake_gets_a_line(module, monkeypatch, words, message):
     assert "\n" not in problem
 
 
-@pytest.mark.parametrize("named", ["step", "dense,sr_ste", "dense,custom"])
+@pytest.mark.parametrize("named", ["dense,sr_ste", "dense,custom"])
 def test_beside_named_recipes_a_class_is_refused(named):
-    with one_line(ConfigError, rf"recipe\._target_ is a recipe alone, and recipe={named} others"):
+    with one_line(ConfigError, rf"recipe\._target_ is one recipe, and recipe={named} several"):
         command_line.own_recipe([f"recipe={named}", "recipe._target_=saliency.Saliency"])
 
 

@@ -300,9 +300,7 @@ def _recipe(recipe: Recipe | type) -> dict[str, Any]:
             "define it outside of functions, and make the recipe anew after a change"
         )
     named = {where: name for name, where in {**recipes.installed(), **recipes.RECIPES}.items()}
-    settings = (
-        {"recipe": named[path]} if path in named else {"recipe": "custom", "recipe._target_": path}
-    )
+    settings = {"recipe": named[path]} if path in named else {"recipe._target_": path}
     if isinstance(recipe, type):
         return settings
     keys = [key.name for key in dataclasses.fields(recipe) if key.init]

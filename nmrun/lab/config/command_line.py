@@ -55,10 +55,10 @@ def own_recipe(words: list[str], config_dir: str | None = None) -> list[str]:
     if keys.keys().isdisjoint({"recipe", "recipe._target_"}):
         return words
     named = keys.get("recipe", "custom")
-    if "recipe._target_" in keys and named != "custom":
+    if "recipe._target_" in keys and "," in named:  # each of them would be the class
         raise ConfigError(
-            f"recipe._target_ is a recipe alone, and recipe={named} others: leave one of them out; in "
-            "a sweep beside others a class has a name, by a file of recipe/ in a --config-dir"
+            f"recipe._target_ is one recipe, and recipe={named} several: beside others in a sweep a "
+            "class has a name, by a file of recipe/ in a --config-dir"
         )
     own = {file.stem for file in groups.in_folder(config_dir).get("recipe", ())} | {*installed()}
     if "recipe._target_" not in keys and own.isdisjoint(named.split(",")):

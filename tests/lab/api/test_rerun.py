@@ -73,12 +73,11 @@ def test_code_needs_consent(word, folder, capsys):
 
 def test_what_the_user_adds_needs_no_consent_and_replaces_how_the_run_was_begun(folder, capsys):
     seal(folder, "nmrun recipe=ste force=true resume=False dry=true")
-    mine = ("recipe=custom", "recipe._target_=nowhere.Mine")
-    assert verb("rerun", str(folder), *mine) == 2
+    assert verb("rerun", str(folder), "recipe._target_=nowhere.Mine") == 2
     out, err = capsys.readouterr()
-    assert out == "nmrun dry=true recipe=custom recipe._target_=nowhere.Mine\n"
+    assert out == "nmrun recipe=ste dry=true recipe._target_=nowhere.Mine\n"
     assert "there is no nowhere.py here" in err
-    assert verb("rerun", str(folder), "force=true", *mine) == 2
+    assert verb("rerun", str(folder), "force=true", "recipe._target_=nowhere.Mine") == 2
     assert "force=true" in capsys.readouterr().out
 
 
