@@ -146,7 +146,7 @@ MADE: dict[str, Callable[[Path, pytest.MonkeyPatch], Splits]] = {
     "glue": some_glue,
     "glue_text": some_glue,  # glue's splits, asked otherwise
     "labelled_text": some_rows,
-    "generated_questions": lambda *_: texts_of(generated_questions()),
+    "generated_questions": lambda *_: texts_of(generated_questions(2000, 0)),
     "squad": some_articles,
     "stdlib_text": modules,
     "stdlib_text_all": all_modules,
