@@ -122,6 +122,7 @@ def decoded(batch: tuple[torch.Tensor, ...]) -> list[tuple[tuple[int, ...], tupl
 # --- the import -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_importing_fairseq_changes_neither_hydra_nor_logging():
     subprocess.run([sys.executable, "-c", SURROUNDINGS], check=True)
 

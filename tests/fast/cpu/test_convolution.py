@@ -134,6 +134,7 @@ def test_against_float64(case: tuple, channels_last: bool, precision: Precision)
     assert (off.abs() <= precision.bound(exact_x.grad, sizes_x.grad, steps)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="no x86")
 def test_more_images_than_a_panel_has_without_avx(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = (*products.KERNELS.flags, "-march=x86-64")

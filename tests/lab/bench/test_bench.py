@@ -40,6 +40,7 @@ def test_quartiles_and_paired_ratios():
     assert (row["n"], row["ms"], row["speedup"]) == (3, 2.0, 2.0)
 
 
+@pytest.mark.slow
 def test_a_round_runs_every_arm_once():
     seen: list[str] = []
     arms = {name: partial(seen.append, name) for name in "abc"}
@@ -100,6 +101,7 @@ def written(folder: Path, name: str = "played") -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_a_page_has_what_was_measured(tmp_path, capsys):
     played({}, tmp_path)
     printed, first = capsys.readouterr()
@@ -181,6 +183,7 @@ def inferred(words: str, out: Path) -> list[dict[str, Any]]:
     return written(out, "infer")
 
 
+@pytest.mark.slow
 @COMPILES
 def test_infer_on_a_cpu(tmp_path, capsys):
     words = "--models tiny --tokens 1 2x9 --rounds 2 --threads 1 --sparsity 1:4 3:7"
