@@ -164,8 +164,9 @@ def deploy(
             first.notes += _try(first, exact_ways(first))
             for place in others_alike:
                 place.notes, place.candidates = [*first.notes], copy.deepcopy(first.candidates)
-        for place in places if precision else ():
-            place.notes += _try(place, rough_ways(place), tolerance)
+        if precision is not None:
+            for place in places:
+                place.notes += _try(place, rough_ways(place), tolerance)
         others = _choose(places)
         for place in places:
             if place.layer is not None:

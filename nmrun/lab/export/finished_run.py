@@ -108,7 +108,8 @@ def network(run: FinishedRun) -> tuple[nn.Module, Task]:
     config = schema.check(OmegaConf.create(plain))
     task = tasks.build(config, torch.device("cpu"))
     model = models.build(config.model.mapping(), task.inputs).cpu().eval()
-    with refused(f"{run.folder}: its data have changed since the run: ", RuntimeError):
+    changed = "its network's code or its data have changed since the run"
+    with refused(f"{run.folder}: {changed}: ", RuntimeError):
         model.load_state_dict(run.state)
     SparseActivations(model, activations_of(run.result["config"]))
     return model, task

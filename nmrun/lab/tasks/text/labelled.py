@@ -195,20 +195,21 @@ def labelled_text(config: Config, device: torch.device) -> TextClassification:
             f"dataset.metric={options.metric}: the labels of {options.train} are fractions, so scores: "
             f"take {', '.join(OF_SCORES)} or a function"
         )
-    if not scored:
+    if scored:
+        for split, (_, labels) in splits.items():
+            for number, label in enumerate(labels, 1):
+                if not isinstance(label, int | float):
+                    raise ConfigError(
+                        f"dataset.{split}, row {number}: its label is {label!r}, where those of "
+                        "dataset.train are scores"
+                    )
+    else:
         numbers = {name: number for number, name in enumerate(names)}
         with refused("no text for training has this label of another split: ", KeyError):
             splits = {
                 split: (texts, [numbers[label] for label in labels])
                 for split, (texts, labels) in splits.items()
             }
-    for split, (_, labels) in splits.items():
-        for number, label in enumerate(labels if scored else [], 1):
-            if not isinstance(label, int | float):
-                raise ConfigError(
-                    f"dataset.{split}, row {number}: its label is {label!r}, where those of "
-                    "dataset.train are scores"
-                )
     truth = torch.tensor(splits["train"][1])
     scores([options.metric], truth, truth)  # now, and not after the first epoch
     task = TextClassification.of(config, splits, len(names) or 1, (options.metric,), device)
